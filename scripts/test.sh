@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Runs everything that `make test` checks, and prints a summary. Its last line is "N passed, N failed".
+# Everything that `make test` checks, with a summary at the end. Its last line is "N passed, N failed".
 #
 # The GPU tests run on two software Vulkan drivers that have little in common: lavapipe (subgroups of 8, f16) and
-# SwiftShader (subgroups of 4, no f16, 256 invocations, buffer offsets aligned to 256 bytes). The script first installs
-# them if they are missing. The Khronos validation layers watch every run, and any message from them is a failure.
+# SwiftShader (subgroups of 4, no f16, 256 invocations, buffer offsets aligned to 256 bytes). They are set up first
+# if they are missing. The Khronos validation layers watch every run; one message of theirs is a failure.
 #
-#   KVPACK_TEST_DRIVERS   the drivers to test on, "lavapipe swiftshader" on Linux. Name one of them to skip the other,
-#                         or "system" for the adapter that wgpu picks by itself (the default elsewhere).
+#   KVPACK_TEST_DRIVERS   the drivers to test on, "lavapipe swiftshader" on Linux. Name one of them to do without the
+#                         other, or "system" for the adapter that wgpu picks by itself (the default elsewhere).
 #
-# The script sets these for the tests; users do not:
+# Set for the tests, not by the user:
 #   KVPACK_TEST_DRIVER    the driver that a run expects: without an adapter of that driver, GPU tests fail
 #   KVPACK_PATH           forces a capability path (floor, f16, subgroups, matrices)
-#   KVPACK_TEST_BRIEF     skips some cases that the run of all tests on the first driver includes
+#   KVPACK_TEST_BRIEF     leaves out some cases that the run of all tests on the first driver has
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/vulkan-drivers.sh
@@ -42,17 +42,19 @@ mkdir -p "$logs"
 
 # --- stages -----------------------------------------------------------------------------------------------------
 
-# A line for every stage that ended: name, seconds, tests passed, tests failed, result.
+# A line for every stage that ended: name, seconds, CPU seconds, tests passed, tests failed, result.
 stages="$logs/stages.tsv"
 : >"$stages"
 
-# Runs a command as a stage; its output goes to the terminal and to $logs/<name>.log.
+# Runs a command as a stage. Its output goes to $logs/<name>.log, and to the terminal when it has ended: stages run side
+# by side.
 stage() { # name, command...
-    local name="$1" log="$logs/$1.log" start=$SECONDS status result=ok
+    local name="$1" log="$logs/$1.log" start=$SECONDS status result=ok TIMEFORMAT='%U %S' cpu
     shift
-    printf '\n== %s\n' "$name"
-    "$@" </dev/null 2>&1 | tee "$log"
-    status=${PIPESTATUS[0]}
+    printf '\n== %s begins\n' "$name"
+    cpu=$({ time "$@" </dev/null >"$log" 2>&1; } 2>&1; exit $?)
+    status=$?
+    cpu=$(awk '{ print int($1 + $2 + 0.5) }' <<<"$cpu")
     local ok bad
     read -r ok bad < <(awk '/^test result:/ {
             for (i = 2; i <= NF; i++) { if ($i ~ /^passed/) ok += $(i-1); if ($i ~ /^failed/) bad += $(i-1) }
@@ -60,25 +62,81 @@ stage() { # name, command...
     if [ "$status" != 0 ] && [ "$bad" = 0 ]; then bad=1; fi # a stage that failed without a failed test counts as one
     if [ "$bad" != 0 ]; then result=FAILED; fi
     if grep -q '^test result:' "$log"; then result="$result, $ok passed, $bad failed"; fi
-    printf '%s\t%s\t%s\t%s\t%s\n' "$name" $((SECONDS - start)) "$ok" "$bad" "$result" >>"$stages"
+    printf '\n== %s\n%s\n%s ended: %s\n' "$name" "$(cat "$log")" "$name" "$result"
+    printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$name" $((SECONDS - start)) "$cpu" "$ok" "$bad" "$result" >>"$stages"
     [ "$bad" = 0 ]
 }
 
-# Reports, here and in the summary, a stage that could not run.
+# Says aloud, here and in the summary, what could not be checked.
 not_run() { # name, reason
     printf '\n== %s\nNOT RUN: %s\n' "$1" "$2"
-    printf '%s\t0\t0\t0\tNOT RUN: %s\n' "$1" "$2" >>"$stages"
+    printf '%s\t0\t0\t0\t0\tNOT RUN: %s\n' "$1" "$2" >>"$stages"
 }
 
 summary() {
     printf '\n== summary\n'
     awk -F '\t' -v total="$SECONDS" '
-        { printf "%-22s %4d s   %s\n", $1, $2, $5; passed += $3; failed += $4 }
+        { printf "%-22s %4d s %4d CPU s   %s\n", $1, $2, $3, $6; cpu += $3; passed += $4; failed += $5 }
         END {
-            printf "%-22s %4d s   logs in target/test-logs\n", "total", total
+            printf "%-22s %4d s %4d CPU s   logs in target/test-logs\n", "total", total, cpu
             print passed + 0, "passed,", failed + 0, "failed"
             exit failed != 0
         }' "$stages"
+}
+
+# Runs functions side by side, two at a time, in the order in which they are given; a third is what the caller runs
+# meanwhile. Stages of one processor each keep two processors busy until the last of them ends.
+two_at_a_time() { # functions...
+    local turns="$logs/turns" worker
+    mkdir -p "$turns"
+    for worker in 1 2; do
+        for job in "$@"; do
+            # Whoever makes the folder has the turn.
+            if mkdir "$turns/$job" 2>/dev/null; then "$job"; fi
+        done &
+    done
+    wait
+}
+
+# --- test programs ----------------------------------------------------------------------------------------------
+
+# A line for every test program of the workspace: name, folder of its package, executable. They are run without cargo,
+# which would wait for whatever else cargo builds meanwhile.
+programs="$logs/programs.tsv"
+
+build() {
+    local messages="$logs/build.json"
+    cargo test --locked --workspace --no-run --message-format=json-render-diagnostics >"$messages" || return
+    # Unit tests are named after their crate, and a program of the same name as a library has "-bin" behind it.
+    sed -n -e '/"profile":{[^}]*"test":true}/!d' -e 's/"kind":\["bin"\]\(.*\)"name":"\([^"]*\)"/\1"name":"\2-bin"/' \
+        -e 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\2\t\1\t\3/p' \
+        "$messages" | sort >"$programs"
+    cut -f 1 "$programs"
+    [ -s "$programs" ]
+}
+
+# Runs a test program in the folder of its package, as cargo does.
+program() { # name, arguments...
+    local found folder executable
+    found=$(awk -F '\t' -v name="$1" '$1 == name { print $2 "\t" $3 }' "$programs")
+    IFS=$'\t' read -r folder executable <<<"$found"
+    shift
+    [ -n "$executable" ] || {
+        echo "there is no such test program"
+        return 1
+    }
+    (cd "$folder" && CARGO_MANIFEST_DIR="$folder" "$executable" "$@")
+}
+
+# Runs every program but those named, to the end; fails if one of them failed.
+programs_but() { # names...
+    local name failed=0
+    while read -r name; do
+        case " $* " in *" $name "*) continue ;; esac
+        echo "-- $name"
+        program "$name" || failed=1
+    done < <(cut -f 1 "$programs")
+    return "$failed"
 }
 
 # --- drivers and validation layers ------------------------------------------------------------------------------
@@ -95,11 +153,11 @@ set_up_drivers() {
     scripts/install-software-vulkan.sh "${options[@]}"
 }
 
-# The layer itself prints its messages to the standard output of the test. Test harnesses do not capture that.
+# The layer itself prints its messages to the standard output of the test, which test harnesses do not capture.
 #
-# The layer is switched on here and not in the tests, so it watches the command line and the examples as well.
+# It is switched on here and not in the tests, so that the command line and the examples are watched as well.
 # WGPU_DEBUG=0, because wgpu otherwise adds the WGSL source to the SPIR-V, and the layers of Debian 12 do not know
-# that language: they would report each shader and check nothing else in it.
+# that language: they would report each shader, and look at nothing else in it.
 cat >"$logs/vk_layer_settings.txt" <<'SETTINGS'
 khronos_validation.debug_action = VK_DBG_LAYER_ACTION_LOG_MSG
 khronos_validation.log_filename = stdout
@@ -107,7 +165,8 @@ khronos_validation.report_flags = error,warn,perf
 SETTINGS
 validation_message='^(VUID|UNASSIGNED|SYNC|BestPractices|WARNING|ERROR)[-A-Za-z0-9]*\(|Validation (Error|Warning|Performance Warning)'
 
-on() { # driver, command...
+# In a shell of its own, so that commands may be functions.
+on() ( # driver, command...
     local driver="$1" manifest=
     shift
     case "$driver" in
@@ -115,16 +174,17 @@ on() { # driver, command...
         swiftshader) manifest=$(swiftshader_manifest) ;;
     esac
     local environment=(KVPACK_TEST_DRIVER="$driver" WGPU_DEBUG=0 VK_LAYER_SETTINGS_PATH="$logs/vk_layer_settings.txt")
-    # Loaders before 1.3.207 read VK_ICD_FILENAMES. NODEVICE_SELECT disables a Mesa layer that would look for a
-    # display.
+    # VK_ICD_FILENAMES is what loaders before 1.3.207 read. NODEVICE_SELECT keeps a layer of Mesa's out of the way
+    # that would look for a display.
     if [ -n "$manifest" ]; then
         environment+=(VK_DRIVER_FILES="$manifest" VK_ICD_FILENAMES="$manifest" WGPU_BACKEND=vulkan NODEVICE_SELECT=1)
     fi
     if [ -n "$(validation_layer)" ]; then environment+=(VK_INSTANCE_LAYERS=VK_LAYER_KHRONOS_validation); fi
-    env "${environment[@]}" "$@"
-}
+    export "${environment[@]}"
+    "$@"
+)
 
-# Breaks a rule of Vulkan on purpose. Zero messages elsewhere mean something only if this message is seen.
+# Breaks a rule of Vulkan on purpose. Zero messages elsewhere mean something only where this one is seen.
 validation_is_on() { # driver
     local log="$logs/provoked-$1.txt" name
     case "$1" in
@@ -132,9 +192,7 @@ validation_is_on() { # driver
         swiftshader) name=SwiftShader ;;
         system) name= ;;
     esac
-    # --workspace, because with fewer crates cargo would unify other features and rebuild everything.
-    on "$1" cargo test --locked --workspace --test gpu -- \
-        --ignored --nocapture --exact validation::a_broken_rule_is_reported >"$log" 2>&1 || {
+    on "$1" program gpu --ignored --nocapture --exact validation::a_broken_rule_is_reported >"$log" 2>&1 || {
         cat "$log"
         return 1
     }
@@ -155,7 +213,7 @@ validation_is_on() { # driver
     echo "the validation layers watch: a rule broken on purpose was reported"
 }
 
-# Messages about burn's own kernels are not counted.
+# burn's kernels are not watched: its own messages are not counted.
 no_validation_messages() {
     local found
     found=$(cd "$logs" && grep -H -E --exclude=host-burn.log "$validation_message" -- *.log)
@@ -168,19 +226,19 @@ no_validation_messages() {
     return 1
 }
 
-# Checks each set of the library's features alone. A workspace build unifies features, which hides what one set lacks.
-# The last set is kvpack together with a crate that makes cudarc link CUDA's libraries instead of loading them, as
-# candle's feature `cuda` does. Checking links nothing, so it needs no toolkit.
+# Each feature by itself: a workspace build unites them, and so hides what one of them lacks. The last is kvpack beside a
+# crate that makes cudarc link the libraries of CUDA (candle's feature `cuda` does) in place of loading them; checking
+# links nothing, so no toolkit is needed. All features together are what the whole workspace is checked with.
 every_feature_set() {
     local features
-    for features in "" wgpu cuda wgpu,cuda cuda,cudarc/dynamic-linking; do
+    for features in "" wgpu cuda cuda,cudarc/dynamic-linking; do
         echo "features: ${features:-none}"
         cargo clippy --locked --package kvpack --no-default-features --features "$features" -- -D warnings || return
     done
 }
 
-# A test (cli/tests/cli/rust_version.rs) compares the rust-version of every crate in Cargo.lock with ours. If a compiler
-# of that version is installed, it has the last word.
+# What every crate of Cargo.lock asks for is compared with rust-version by a test (cli/tests/cli/rust_version.rs); where a
+# compiler of that version is installed, it has the last word.
 promised_compiler() {
     local version
     version=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
@@ -201,9 +259,7 @@ else
 fi
 not_run semver-checks "no version of kvpack is published yet, so there is nothing to compare the public interface with"
 stage fmt cargo fmt --all --check
-stage clippy cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
-stage features every_feature_set
-stage build cargo test --locked --workspace --no-run || { summary; exit 1; }
+stage build build || { summary; exit 1; }
 
 first="${drivers[0]}"
 if [ "$(uname -s)" = Linux ]; then
@@ -211,33 +267,50 @@ if [ "$(uname -s)" = Linux ]; then
         stage "validation-on-$driver" validation_is_on "$driver"
     done
 fi
-# The page tables of a cache do not depend on the driver or the path, so the thousand operations of `gpu cache::` run only
-# with all tests. The tests named here run kernels, steps and edge cases of caches.
+
+# The books of a cache are the same on every driver and path: the thousand operations of `gpu cache::` run on the first
+# driver, and these run kernels, steps, and caches in their corners.
 kernels=(kernels:: select:: query_runs::)
 steps=(model_step:: non_finite_queries:: mixture:: compress:: cache_edges::)
-other_drivers_and_paths() {
+
+# Every program and every test of it, on the first driver.
+gpu_tests() { stage "gpu-$first" on "$first" program gpu; }
+gpu_conformance() { stage "conformance-$first" on "$first" program gpu_conformance; }
+cpu_conformance() { stage conformance-cpu program conformance; }
+other_programs() { stage tests on "$first" programs_but gpu gpu_conformance conformance; }
+
+# The other drivers, and the first on other paths.
+conformance_elsewhere() {
     local driver
     for driver in "${drivers[@]:1}"; do
-        stage "conformance-$driver" on "$driver" cargo test --locked --workspace --test gpu_conformance
-        # The skipped test runs nothing on the device, so the first driver suffices.
-        stage "gpu-$driver" on "$driver" env KVPACK_TEST_BRIEF=1 cargo test --locked --workspace --test gpu -- \
-            "${kernels[@]}" "${steps[@]}" --skip no_kernel_is_compiled_while_serving
+        KVPACK_TEST_BRIEF=1 stage "conformance-$driver" on "$driver" program gpu_conformance
     done
-    # The best path that is left without wgpu's extensions to WebGPU.
-    stage gpu-strict-webgpu on "$first" env KVPACK_TEST_BRIEF=1 WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
-        cargo test --locked --workspace --test gpu -- "${kernels[@]}"
-    # With the checks that wgpu inserts (not the default) and the limits of a browser. Only this stage uses these
-    # shaders, and compiling them takes most of its time, so it runs only the path that every adapter has.
-    stage gpu-safe-checks on "$first" env KVPACK_CHECKS=safe KVPACK_PATH=floor WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
-        cargo test --locked --workspace --no-fail-fast --test gpu_conformance
-    # All tests include the conformance cases of that path.
-    stage gpu-floor on "$first" env KVPACK_PATH=floor cargo test --locked --workspace --test gpu -- "${kernels[@]}"
-    # The example compares itself with the CPU. Building the tests builds it too.
-    stage example on "$first" "${CARGO_TARGET_DIR:-target}/debug/examples/engine_integration"
-    host_burn
 }
-# A burn program in a workspace of its own. Compiling takes most of its time, so it runs where this lane ends before all
-# tests do.
+gpu_tests_elsewhere() {
+    local driver
+    for driver in "${drivers[@]:1}"; do
+        # The test that is skipped runs nothing on the device: the first driver must do.
+        KVPACK_TEST_BRIEF=1 stage "gpu-$driver" on "$driver" program gpu "${kernels[@]}" "${steps[@]}" \
+            --skip no_kernel_is_compiled_while_serving
+    done
+}
+# On the best path that is left, without what wgpu has beyond WebGPU.
+strict_webgpu() {
+    KVPACK_TEST_BRIEF=1 WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
+        stage gpu-strict-webgpu on "$first" program gpu "${kernels[@]}"
+}
+# With the checks that wgpu inserts, which are not the default, and what a browser has beside them. Drivers compile their
+# shaders for this stage alone, which takes most of its time: the path that every adapter has must do.
+safe_checks() {
+    KVPACK_CHECKS=safe KVPACK_PATH=floor WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
+        stage gpu-safe-checks on "$first" program gpu_conformance
+}
+# The conformance cases of that path are among all of the first driver.
+floor() { KVPACK_PATH=floor stage gpu-floor on "$first" program gpu "${kernels[@]}"; }
+# Compares with the CPU by itself. Tests are built with the examples.
+example() { stage example on "$first" "${CARGO_TARGET_DIR:-target}/debug/examples/engine_integration"; }
+
+# A program of burn's, in a workspace of its own, most of whose time is that of a compiler.
 host_burn() {
     if printf '%s\n' 1.95 "$(rustc --version | cut -d ' ' -f 2)" | sort -V -C; then
         stage host-burn on "$first" env -u VK_INSTANCE_LAYERS \
@@ -246,27 +319,38 @@ host_burn() {
         not_run host-burn "burn needs Rust 1.95: see hosts/burn/README.md"
     fi
 }
-# Runs while all tests run: a software driver compiles shaders one after the other, so one process leaves half of the
-# processors idle. Its output is printed when it ends.
-other_drivers_and_paths >"$logs/other-drivers-and-paths.txt" 2>&1 &
-stage "tests-$first" on "$first" cargo test --locked --workspace --no-fail-fast
-wait
-cat "$logs/other-drivers-and-paths.txt"
-stage validation-messages no_validation_messages
-if [ "$(uname -s)" = Linux ]; then
-    if scripts/test-web.sh tools >"$logs/web-tools.log" 2>&1 </dev/null; then
-        stage web-tint scripts/test-web.sh tint
-        stage web-report scripts/test-web.sh report
-        if scripts/wasm-cargo.sh --how >"$logs/web-wasm.log" 2>&1 </dev/null; then
-            stage web-build scripts/test-web.sh build && stage web-page scripts/test-web.sh page
-        else
-            not_run web-page "there is no way to wasm here, see target/test-logs/web-wasm.log"
-        fi
-    else
+
+web() {
+    if ! scripts/test-web.sh tools >"$logs/web-tools.log" 2>&1 </dev/null; then
         not_run web "Node.js, Chromium or npm packages cannot be installed here, see target/test-logs/web-tools.log"
+        return
     fi
-fi
-stage rust-version promised_compiler
-stage docs env RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
+    stage web-tint scripts/test-web.sh tint
+    stage web-report scripts/test-web.sh report
+    if scripts/wasm-cargo.sh --how >"$logs/web-wasm.log" 2>&1 </dev/null; then
+        stage web-build scripts/test-web.sh build && stage web-page scripts/test-web.sh page
+    else
+        not_run web-page "there is no way to wasm here, see target/test-logs/web-wasm.log"
+    fi
+}
+
+# What cargo does after the build, one after the other: it locks its folder.
+by_cargo() {
+    stage clippy cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
+    stage features every_feature_set
+    stage docs env RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
+    stage doctests on "$first" cargo test --locked --workspace --doc
+    stage rust-version promised_compiler
+    host_burn
+    if [ "$(uname -s)" = Linux ]; then web; fi
+}
+
+# The longest first. Most of their time drivers compile shaders, one after the other: three stages side by side leave no
+# processor of two idle.
+by_cargo &
+two_at_a_time gpu_tests gpu_tests_elsewhere gpu_conformance cpu_conformance conformance_elsewhere other_programs \
+    safe_checks floor strict_webgpu example
+wait
+stage validation-messages no_validation_messages
 
 summary

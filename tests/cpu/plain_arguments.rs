@@ -154,7 +154,8 @@ fn codebooks_of_any_dimension() {
         let codebook = Codebook::lloyd_max(bits, density);
         assert!(codebook.centroids().is_sorted() && codebook.centroids().iter().all(|x| x.is_finite()), "{density:?}");
     }
-    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
+    // Seconds; what was wrong here took minutes. A busy machine has time enough.
+    assert!(start.elapsed().as_secs() < 100, "{:?}", start.elapsed());
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! Steps of a whole model that an engine encodes itself, against the same steps on the CPU. `gpu_device` says
 //! on which adapter.
 
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+
 use kvpack::backend::{AttendOptions, Device};
 use kvpack::cache::{ModelCache, TokenRun};
 use kvpack::cpu::Cpu;
@@ -90,6 +92,24 @@ impl Engine {
     }
 }
 
+/// A device on which nothing else is made meanwhile, so that an engine can count what it makes.
+struct Alone {
+    backend: Wgpu,
+    _turn: Option<MutexGuard<'static, ()>>,
+}
+
+/// A new device. In a brief run engines have one device in turn, which compiles the kernels that they share once; the run
+/// beside it shows that every engine prepares all of its own.
+fn alone() -> Alone {
+    static IN_TURN: LazyLock<Wgpu> = LazyLock::new(gpu_device::fresh);
+    static TURN: Mutex<()> = Mutex::new(());
+    if !gpu_device::is_brief() {
+        return Alone { backend: gpu_device::fresh(), _turn: None };
+    }
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    Alone { backend: IN_TURN.clone(), _turn: Some(turn) }
+}
+
 /// How much there is of everything that a device makes.
 fn made(device: &wgpu::Device) -> [isize; 5] {
     let hal = device.get_internal_counters().hal;
@@ -102,7 +122,8 @@ fn made(device: &wgpu::Device) -> [isize; 5] {
 fn steps_are_bound_once_and_only_encoded() {
     // Every test counts what its own device makes.
     for recipe in RECIPES {
-        let mut engine = Engine::new(gpu_device::fresh(), recipe);
+        let alone = alone();
+        let mut engine = Engine::new(alone.backend.clone(), recipe);
         let (layout, stores) = (engine.cache.write_layout(0).unwrap(), engine.cache.recipe(0).unwrap().stores());
         block_on(engine.steps.prepare(layout, stores)).unwrap();
         block_on(engine.steps.prepare_chunks(layout, stores, ROWS)).unwrap();
@@ -130,7 +151,8 @@ fn steps_are_bound_once_and_only_encoded() {
 #[test]
 fn centred_sequences_begin_within_a_step() {
     for recipe in CENTRED {
-        let mut engine = Engine::with_rows(gpu_device::fresh(), recipe, BEGINNING_ROWS);
+        let alone = alone();
+        let mut engine = Engine::with_rows(alone.backend.clone(), recipe, BEGINNING_ROWS);
         let mut submitted = model_steps::cache(&engine.backend, &model_steps::recipe(recipe));
         for step in 0..model_steps::BEGINNING {
             model_steps::before_beginning(&mut engine.cache, step);
@@ -151,7 +173,8 @@ fn centred_sequences_begin_within_a_step() {
 /// That a sequence begins binds nothing anew.
 #[test]
 fn steps_that_begin_sequences_are_bound_with_the_others() {
-    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4+centre");
+    let alone = alone();
+    let mut engine = Engine::new(alone.backend.clone(), "saw-int4+centre");
     let all: Vec<TokenRun> = (0..SEQUENCES).map(TokenRun::decode).collect();
     assert!(engine.step(&all), "three sequences begin");
     engine.cache.clear(1).unwrap();
@@ -163,7 +186,8 @@ fn steps_that_begin_sequences_are_bound_with_the_others() {
 /// Batches that take turns find what was bound for them.
 #[test]
 fn classes_are_kept_side_by_side() {
-    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4");
+    let alone = alone();
+    let mut engine = Engine::new(alone.backend.clone(), "saw-int4");
     let anew = (0..model_steps::ALTERNATING).filter(|&step| engine.step(&model_steps::alternating(step))).count();
     assert!(anew <= 3, "bound anew in {anew} of {} steps", model_steps::ALTERNATING);
 }
@@ -172,7 +196,8 @@ fn classes_are_kept_side_by_side() {
 /// its own stores.
 #[test]
 fn parted_layers_are_bound_to_their_own_stores() {
-    let backend = gpu_device::fresh();
+    let alone = alone();
+    let backend = alone.backend.clone();
     let (mut cache, mut twin) = (parted_layers::cache(&backend), parted_layers::cache(&Cpu::new()));
     let of = LayerTensors::zeroed(backend.device(), &model_steps::shape(), ROWS, ElementType::F32).unwrap();
     let rows = RowLayout::token_major(ROWS, &model_steps::shape());
@@ -208,7 +233,8 @@ fn parted_layers_are_bound_to_their_own_stores() {
 /// An engine that submits for itself, with tensors elsewhere in every step and of as many rows as the step.
 #[test]
 fn a_layer_takes_one_submission() {
-    let mut engine = Engine::new(gpu_device::fresh(), "kivi:2+window=0");
+    let alone = alone();
+    let mut engine = Engine::new(alone.backend.clone(), "kivi:2+window=0");
     let device = engine.backend.device().clone();
     for step in 0..12 {
         let runs = model_steps::runs(step);
@@ -298,7 +324,8 @@ fn no_kernel_is_compiled_while_serving() {
 /// A step that is not one of these layers, or too long for the tensors, is refused, and can be abandoned.
 #[test]
 fn steps_of_others_are_refused() {
-    let mut engine = Engine::new(gpu_device::fresh(), "saw-int4");
+    let alone = alone();
+    let mut engine = Engine::new(alone.backend.clone(), "saw-int4");
     engine.step(&[TokenRun::decode(0)]);
     let runs = [TokenRun::chunk(1, ROWS + 1)];
     block_on(engine.cache.reserve_for_append(&runs)).unwrap();

@@ -6,6 +6,9 @@ import { join } from "node:path";
 import { createInterface } from "node:readline";
 import { chromium } from "playwright-core";
 
+/** Milliseconds that a machine four times as slow as an idle one of two processors needs, and as much again. */
+export const PATIENCE = 240_000;
+
 /** Serves a folder with the program that `make web` serves it with; yields the link and how to stop. */
 export async function serve(program, folder) {
   const server = spawn(program, ["serve", folder], { stdio: ["ignore", "pipe", "inherit"] });
@@ -33,6 +36,7 @@ export async function launch() {
       "--disable-sync",
     ],
   });
+  context.setDefaultTimeout(PATIENCE);
   const close = async () => {
     await context.close();
     rmSync(profile, { recursive: true, force: true });
@@ -48,7 +52,7 @@ export async function open(context, link, prepare) {
   page.on("pageerror", (error) => errors.push(String(error)));
   if (prepare) await page.addInitScript(prepare);
   await page.goto(link);
-  await page.locator("#check .run:not([disabled])").waitFor({ timeout: 60_000 });
+  await page.locator("#check .run:not([disabled])").waitFor({ timeout: PATIENCE });
   return { page, errors };
 }
 
@@ -58,7 +62,7 @@ export async function run(page, section, timeout) {
   return ended(page, section, timeout);
 }
 
-export async function ended(page, section, timeout = 240_000) {
+export async function ended(page, section, timeout = 4 * PATIENCE) {
   const place = page.locator(`#${section}[data-state=done], #${section}[data-state=stopped]`);
   await place.waitFor({ timeout });
   return { state: await place.getAttribute("data-state"), status: await place.locator(".status").innerText() };

@@ -75,7 +75,8 @@ fn hostile_files_are_results_of_their_own() {
         assert!(text.contains(reason), "'{reason}' is not in: {text}");
     }
     assert!(!message.contains("panicked"), "{message}");
-    assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
+    // Less than a second; what was wrong here took minutes. A busy machine has time enough.
+    assert!(start.elapsed().as_secs() < 60, "{:?}", start.elapsed());
 }
 
 #[test]
