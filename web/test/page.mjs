@@ -102,9 +102,9 @@ await test("stops when the device is lost", async () => {
   };
   const { page } = await open(browser.context, `${server.link}?cases=all`, remember);
   await page.locator("#check .run").click();
-  await page.locator("#check .cases li").first().waitFor();
+  await page.locator("#check .cases li").first().waitFor({ timeout: 60_000 });
   await page.evaluate(() => window.lastDevice.destroy());
-  const stopped = await ended(page, "check");
+  const stopped = await ended(page, "check", 30_000);
   expect(stopped.state === "stopped" && stopped.status.includes("the GPU device was lost"), stopped.status);
   expect((await page.locator("#notice").innerText()).includes("was lost"), "the page says so");
   expect(await page.locator("#bench .run").isDisabled(), "nothing more can be started");
@@ -119,7 +119,7 @@ await test("takes times in front only", async () => {
   };
   await page.evaluate(turn, "hidden");
   await page.locator("#bench .run").click();
-  await page.locator("#bench .status", { hasText: "Waiting" }).waitFor();
+  await page.locator("#bench .status", { hasText: "Waiting" }).waitFor({ timeout: 30_000 });
   await page.evaluate(turn, "visible");
   expect((await ended(page, "bench")).state === "done", "it goes on when the tab is in front");
   await page.evaluate(turn, "hidden");
