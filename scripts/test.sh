@@ -340,6 +340,7 @@ by_cargo() {
     stage features every_feature_set
     stage docs env RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
     stage doctests on "$first" cargo test --locked --workspace --doc
+    stage packages scripts/packages.sh
     stage rust-version promised_compiler
     host_burn
     if [ "$(uname -s)" = Linux ]; then web; fi
