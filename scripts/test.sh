@@ -328,7 +328,8 @@ web() {
     stage web-tint scripts/test-web.sh tint
     stage web-report scripts/test-web.sh report
     if scripts/wasm-cargo.sh --how >"$logs/web-wasm.log" 2>&1 </dev/null; then
-        stage web-build scripts/test-web.sh build && stage web-page scripts/test-web.sh page
+        stage web-build scripts/test-web.sh build && stage web-page scripts/test-web.sh page && \
+            stage npm-package scripts/npm-package.sh
     else
         not_run web-page "there is no way to wasm here, see target/test-logs/web-wasm.log"
     fi

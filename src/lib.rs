@@ -98,6 +98,9 @@
 //! are not checked, since that would make every step wait, and NaN propagates. The outputs of a query head that holds a
 //! NaN or an infinity are NaN on every backend; the outputs of other heads are unaffected.
 
+// docs.rs shows the feature that an item needs; only nightly compilers can.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 pub mod backend;
 pub mod cache;
 pub mod conformance;

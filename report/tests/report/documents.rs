@@ -25,9 +25,20 @@ pub fn root() -> PathBuf {
 /// Every document of the repository, but for those of others.
 pub fn documents() -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
-    for folder in
-        ["", "docs", "lab", "data", "tests/golden", "fuzz", "hosts/burn", "hosts/candle", "web", "cli", "report"]
-    {
+    for folder in [
+        "",
+        "docs",
+        "lab",
+        "data",
+        "tests/golden",
+        "fuzz",
+        "hosts/burn",
+        "hosts/candle",
+        "web",
+        "web/npm",
+        "cli",
+        "report",
+    ] {
         let Ok(entries) = fs::read_dir(root().join(folder)) else { continue };
         let paths = entries.map(|entry| entry.expect("a folder of the repository").path());
         found.extend(paths.filter(|path| path.extension().is_some_and(|extension| extension == "md")));
