@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Everything that `make test` checks, with a summary at the end. Its last line is "N passed, N failed".
+# Runs everything that `make test` checks, and prints a summary. Its last line is "N passed, N failed".
 #
 # The GPU tests run on two software Vulkan drivers that have little in common: lavapipe (subgroups of 8, f16) and
-# SwiftShader (subgroups of 4, no f16, 256 invocations, buffer offsets aligned to 256 bytes). They are set up first
-# if they are missing. The Khronos validation layers watch every run; one message of theirs is a failure.
+# SwiftShader (subgroups of 4, no f16, 256 invocations, buffer offsets aligned to 256 bytes). The script first installs
+# them if they are missing. The Khronos validation layers watch every run, and any message from them is a failure.
 #
-#   KVPACK_TEST_DRIVERS   the drivers to test on, "lavapipe swiftshader" on Linux. Name one of them to do without the
-#                         other, or "system" for the adapter that wgpu picks by itself (the default elsewhere).
+#   KVPACK_TEST_DRIVERS   the drivers to test on, "lavapipe swiftshader" on Linux. Name one of them to skip the other,
+#                         or "system" for the adapter that wgpu picks by itself (the default elsewhere).
 #
-# Set for the tests, not by the user:
+# The script sets these for the tests; users do not:
 #   KVPACK_TEST_DRIVER    the driver that a run expects: without an adapter of that driver, GPU tests fail
 #   KVPACK_PATH           forces a capability path (floor, f16, subgroups, matrices)
-#   KVPACK_TEST_BRIEF     leaves out some cases that the run of all tests on the first driver has
+#   KVPACK_TEST_BRIEF     skips some cases that the run of all tests on the first driver includes
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/vulkan-drivers.sh
@@ -67,7 +67,7 @@ stage() { # name, command...
     [ "$bad" = 0 ]
 }
 
-# Says aloud, here and in the summary, what could not be checked.
+# Reports, here and in the summary, a stage that could not run.
 not_run() { # name, reason
     printf '\n== %s\nNOT RUN: %s\n' "$1" "$2"
     printf '%s\t0\t0\t0\t0\tNOT RUN: %s\n' "$1" "$2" >>"$stages"
@@ -84,8 +84,8 @@ summary() {
         }' "$stages"
 }
 
-# Runs functions side by side, two at a time, in the order in which they are given; a third is what the caller runs
-# meanwhile. Stages of one processor each keep two processors busy until the last of them ends.
+# Runs functions, two at a time, in the given order. Two stages and what the caller runs in the background keep two
+# processors busy until the last of them ends.
 two_at_a_time() { # functions...
     local turns="$logs/turns" worker
     mkdir -p "$turns"
@@ -153,11 +153,11 @@ set_up_drivers() {
     scripts/install-software-vulkan.sh "${options[@]}"
 }
 
-# The layer itself prints its messages to the standard output of the test, which test harnesses do not capture.
+# The layer itself prints its messages to the standard output of the test. Test harnesses do not capture that.
 #
-# It is switched on here and not in the tests, so that the command line and the examples are watched as well.
+# The layer is switched on here and not in the tests, so it watches the command line and the examples as well.
 # WGPU_DEBUG=0, because wgpu otherwise adds the WGSL source to the SPIR-V, and the layers of Debian 12 do not know
-# that language: they would report each shader, and look at nothing else in it.
+# that language: they would report each shader and check nothing else in it.
 cat >"$logs/vk_layer_settings.txt" <<'SETTINGS'
 khronos_validation.debug_action = VK_DBG_LAYER_ACTION_LOG_MSG
 khronos_validation.log_filename = stdout
@@ -174,8 +174,8 @@ on() ( # driver, command...
         swiftshader) manifest=$(swiftshader_manifest) ;;
     esac
     local environment=(KVPACK_TEST_DRIVER="$driver" WGPU_DEBUG=0 VK_LAYER_SETTINGS_PATH="$logs/vk_layer_settings.txt")
-    # VK_ICD_FILENAMES is what loaders before 1.3.207 read. NODEVICE_SELECT keeps a layer of Mesa's out of the way
-    # that would look for a display.
+    # Loaders before 1.3.207 read VK_ICD_FILENAMES. NODEVICE_SELECT disables a Mesa layer that would look for a
+    # display.
     if [ -n "$manifest" ]; then
         environment+=(VK_DRIVER_FILES="$manifest" VK_ICD_FILENAMES="$manifest" WGPU_BACKEND=vulkan NODEVICE_SELECT=1)
     fi
@@ -184,7 +184,7 @@ on() ( # driver, command...
     "$@"
 )
 
-# Breaks a rule of Vulkan on purpose. Zero messages elsewhere mean something only where this one is seen.
+# Breaks a rule of Vulkan on purpose. Zero messages elsewhere mean something only if this message is seen.
 validation_is_on() { # driver
     local log="$logs/provoked-$1.txt" name
     case "$1" in
@@ -213,7 +213,7 @@ validation_is_on() { # driver
     echo "the validation layers watch: a rule broken on purpose was reported"
 }
 
-# burn's kernels are not watched: its own messages are not counted.
+# Messages about burn's own kernels are not counted.
 no_validation_messages() {
     local found
     found=$(cd "$logs" && grep -H -E --exclude=host-burn.log "$validation_message" -- *.log)
@@ -226,9 +226,9 @@ no_validation_messages() {
     return 1
 }
 
-# Each feature by itself: a workspace build unites them, and so hides what one of them lacks. The last is kvpack beside a
-# crate that makes cudarc link the libraries of CUDA (candle's feature `cuda` does) in place of loading them; checking
-# links nothing, so no toolkit is needed. All features together are what the whole workspace is checked with.
+# Checks each feature of the library alone. A workspace build unifies features, which hides what one of them lacks. The
+# last set is kvpack together with a crate that makes cudarc link CUDA's libraries instead of loading them, as candle's
+# feature `cuda` does. Checking links nothing, so it needs no toolkit. The stage clippy checks all features together.
 every_feature_set() {
     local features
     for features in "" wgpu cuda cuda,cudarc/dynamic-linking; do
@@ -237,8 +237,8 @@ every_feature_set() {
     done
 }
 
-# What every crate of Cargo.lock asks for is compared with rust-version by a test (cli/tests/cli/rust_version.rs); where a
-# compiler of that version is installed, it has the last word.
+# A test (cli/tests/cli/rust_version.rs) compares the rust-version of every crate in Cargo.lock with ours. If a compiler
+# of that version is installed, it has the last word.
 promised_compiler() {
     local version
     version=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
@@ -268,8 +268,8 @@ if [ "$(uname -s)" = Linux ]; then
     done
 fi
 
-# The books of a cache are the same on every driver and path: the thousand operations of `gpu cache::` run on the first
-# driver, and these run kernels, steps, and caches in their corners.
+# The page tables of a cache do not depend on the driver or the path, so the thousand operations of `gpu cache::` run
+# only on the first driver. The tests named here run kernels, steps and edge cases of caches.
 kernels=(kernels:: select:: query_runs::)
 steps=(model_step:: non_finite_queries:: mixture:: compress:: cache_edges::)
 
@@ -289,28 +289,28 @@ conformance_elsewhere() {
 gpu_tests_elsewhere() {
     local driver
     for driver in "${drivers[@]:1}"; do
-        # The test that is skipped runs nothing on the device: the first driver must do.
+        # The skipped test runs nothing on the device, so the first driver suffices.
         KVPACK_TEST_BRIEF=1 stage "gpu-$driver" on "$driver" program gpu "${kernels[@]}" "${steps[@]}" \
             --skip no_kernel_is_compiled_while_serving
     done
 }
-# On the best path that is left, without what wgpu has beyond WebGPU.
+# The best path that is left without wgpu's extensions to WebGPU.
 strict_webgpu() {
     KVPACK_TEST_BRIEF=1 WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
         stage gpu-strict-webgpu on "$first" program gpu "${kernels[@]}"
 }
-# With the checks that wgpu inserts, which are not the default, and what a browser has beside them. Drivers compile their
-# shaders for this stage alone, which takes most of its time: the path that every adapter has must do.
+# With the checks that wgpu inserts (not the default) and the limits of a browser. Only this stage uses these shaders.
+# Compiling them takes most of its time, so it runs only the path that every adapter has.
 safe_checks() {
     KVPACK_CHECKS=safe KVPACK_PATH=floor WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
         stage gpu-safe-checks on "$first" program gpu_conformance
 }
-# The conformance cases of that path are among all of the first driver.
+# The stage of all conformance cases on the first driver includes those of that path.
 floor() { KVPACK_PATH=floor stage gpu-floor on "$first" program gpu "${kernels[@]}"; }
-# Compares with the CPU by itself. Tests are built with the examples.
+# The example compares itself with the CPU. Building the tests builds it too.
 example() { stage example on "$first" "${CARGO_TARGET_DIR:-target}/debug/examples/engine_integration"; }
 
-# A program of burn's, in a workspace of its own, most of whose time is that of a compiler.
+# A burn program in a workspace of its own. Compiling takes most of its time.
 host_burn() {
     if printf '%s\n' 1.95 "$(rustc --version | cut -d ' ' -f 2)" | sort -V -C; then
         stage host-burn on "$first" env -u VK_INSTANCE_LAYERS \
@@ -335,7 +335,7 @@ web() {
     fi
 }
 
-# What cargo does after the build, one after the other: it locks its folder.
+# What needs cargo, one after the other, because cargo locks its folder.
 by_cargo() {
     stage clippy cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
     stage features every_feature_set
@@ -347,8 +347,8 @@ by_cargo() {
     if [ "$(uname -s)" = Linux ]; then web; fi
 }
 
-# The longest first. Most of their time drivers compile shaders, one after the other: three stages side by side leave no
-# processor of two idle.
+# The longest stages first. Drivers compile shaders one after the other, which takes most of the time: one stage leaves
+# half of the processors idle, three leave none.
 by_cargo &
 two_at_a_time gpu_tests gpu_tests_elsewhere gpu_conformance cpu_conformance conformance_elsewhere other_programs \
     safe_checks floor strict_webgpu example

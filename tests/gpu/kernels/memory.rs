@@ -78,8 +78,13 @@ fn a_device_without_room_is_survived() {
         return;
     }
     let test = std::env::current_exe().unwrap();
-    let command = "ulimit -v 6000000; exec \"$0\" --exact memory::without_room --ignored --nocapture --test-threads 1";
-    let output = std::process::Command::new("sh").args(["-c", command]).arg(test).output().unwrap();
+    let command = "ulimit -v 6000000; exec \"$0\" --exact \"$1\" --ignored --nocapture --test-threads 1";
+    let output = std::process::Command::new("sh")
+        .args(["-c", command])
+        .arg(test)
+        .arg("kernels::memory::without_room")
+        .output()
+        .unwrap();
     let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
