@@ -21,7 +21,7 @@ impl Readings {
         Self { tolerance, readings: vec![first] }
     }
 
-    /// One reading more.
+    /// Adds a reading.
     pub fn add(&mut self, reading: f64) {
         self.readings.push(reading);
     }

@@ -1,5 +1,5 @@
-//! Causal runs: the newest queries of one long sequence, which read together what they all see, beside the same queries
-//! as decode steps of as many sequences.
+//! Causal runs: the newest queries of one long sequence, which share their reads, compared with the same queries as
+//! decode steps of separate sequences.
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
@@ -60,7 +60,7 @@ struct CausalRow {
 /// Times all rows and prints them.
 ///
 /// # Errors
-/// When the backend fails; [`Wrong`] when a run yields something else than its queries one by one.
+/// When the backend fails; [`Wrong`] when a run differs from its queries one by one.
 pub fn run<B: Timed>(backend: &B, driver: String, formats: &[SegmentFormat], json: bool) -> Result<Outcome> {
     let run = provenance::run(driver, backend.guard_tolerance());
     pollster::block_on(run_rows(backend, run, formats, json))

@@ -1,5 +1,6 @@
-//! A context in chunks of three precisions (Cocktail): decode steps over the mixture, brought together or left where
-//! the chunks were, beside one format for all; and what bringing them together costs while a prompt is packed.
+//! A context in chunks of three precisions (Cocktail). Decode steps over the mixture, with chunks brought together or
+//! left in place, are compared with steps over one format. The suite also times bringing chunks together while a prompt
+//! is packed.
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
@@ -89,7 +90,7 @@ impl PackRow {
 /// Times all rows and prints them.
 ///
 /// # Errors
-/// When the backend fails; [`Wrong`] when a step yields something else than f64 attention over the stored data.
+/// When the backend fails; [`Wrong`] when a step differs from f64 attention over the stored data.
 pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.

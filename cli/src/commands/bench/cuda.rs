@@ -24,7 +24,7 @@ const WARM_UP: Duration = Duration::from_millis(200);
 /// Replays of a graph of steps that store.
 const STORE_REPLAYS: usize = 50;
 
-/// Replays of a graph, at most.
+/// The maximum number of replays of a graph.
 const MOST_REPLAYS: usize = 200;
 
 impl TimedStores for Cuda {

@@ -64,7 +64,7 @@ impl Guard {
         Ok(Self { best: backend.guard_rate().await? })
     }
 
-    /// Looks at the device, which raises its clock again if it idled, and yields its rate.
+    /// Returns the rate of the device. Looking at it raises its clock again if it idled.
     ///
     /// # Errors
     /// Whatever the backend reports.
@@ -74,8 +74,8 @@ impl Guard {
         Ok(rate)
     }
 
-    /// Times something between two looks, again where the device has slowed down meanwhile, and yields what was timed
-    /// last with how much of the best rate was missing before or after, in percent.
+    /// Times something between two looks, and again if the device slowed down meanwhile. Returns the last timing, and
+    /// by how many percent the rate before or after was below the best.
     ///
     /// # Errors
     /// Whatever the backend or `time` reports.

@@ -30,10 +30,10 @@ use crate::provenance;
 pub use kernels::{Call, TimedSelection, time_calls};
 pub use prompt::Prompt;
 
-/// Query rows that are measured, as VL-Cache measures at most.
+/// Query rows that are measured: the most that VL-Cache measures.
 const MEASURED_ROWS: usize = 50;
 
-/// One token of so many stays.
+/// One token in this many stays.
 const ONE_OF: usize = 10;
 
 /// Layers of the model whose prompt is compressed.
@@ -273,7 +273,7 @@ async fn compress_rows<B: TimedSelection + Clone>(backend: &B, prompt: &Prompt<B
     Ok(names.into_iter().zip(times).map(row).collect())
 }
 
-/// A decode step over so many tokens.
+/// A decode step over the given number of tokens.
 async fn decode_row<B: Timed>(
     backend: &B,
     shape: AttentionShape,

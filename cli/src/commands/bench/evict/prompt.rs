@@ -27,7 +27,7 @@ const MOST_STORED_NMSE: f64 = 0.03;
 /// Bytes of keys to go round, at least, where a prompt is shorter than that: more than a device's caches.
 const FOOTPRINT: usize = 256 << 20;
 
-/// Evicted tokens, and kept ones, that are held against the host's.
+/// The number of evicted tokens, and of kept tokens, that are compared with the host's.
 const CHECKED: usize = 32;
 
 /// Keys and values of a prompt for one layer, and the queries of its last tokens.

@@ -1,5 +1,5 @@
-//! What an engine pays for a decode step: append, packing and attention of all layers of a model through the public
-//! interface, by the wall clock, beside what the kernels of it take.
+//! The cost of a decode step for an engine: append, packing and attention of all layers of a model through the public
+//! interface, by the wall clock, compared with the time of its kernels.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -25,7 +25,7 @@ use crate::provenance;
 /// Recipes that are timed; f16 first, so that the others can be compared with it.
 const RECIPES: [&str; 5] = ["f16", "saw-int4", "calibquant:4", "calibquant:2", "kivi:2"];
 
-/// Steps that are timed: in so many every sequence fills one window.
+/// The number of timed steps, in which every sequence fills one window.
 const STEPS: usize = TILE_TOKENS;
 
 /// Steps before them, until kernels are compiled and the device has raised its clock.
@@ -34,7 +34,7 @@ const WARM_UP: usize = 64;
 /// Steps whose host part is timed alone.
 const HOST_STEPS: usize = 16;
 
-/// Lengths of neighbouring sequences differ by so many tokens, so that not all windows are full in one step.
+/// By how many tokens the lengths of neighbouring sequences differ, so that not all windows are full in one step.
 const STAGGER: usize = 37;
 
 /// What encoded steps and the calls of the cache may differ by: they are cut alike, and round alike.
@@ -142,7 +142,7 @@ struct StepRow {
 /// Times all rows and prints them.
 ///
 /// # Errors
-/// When the backend fails; [`Wrong`] when a step yields something else than the calls of the cache.
+/// When the backend fails; [`Wrong`] when a step differs from the calls of the cache.
 pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, json: bool) -> Result<()> {
     let run = provenance::run(driver, backend.guard_tolerance());
     let shape = AttentionShape::new(32, 8, 128)?;

@@ -86,7 +86,7 @@ pub fn run(
     Ok(Outcome::Passed)
 }
 
-/// The recipes that are asked for; 'all' is every policy at several shares, and Cocktail beside what has one format.
+/// The requested recipes. 'all' is every policy at several shares, Cocktail, and recipes of one format.
 fn parse(given: &[String], document_tokens: usize) -> Result<Vec<ModelRecipe>> {
     let mut recipes: Vec<ModelRecipe> = Vec::new();
     for text in given.iter().flat_map(|text| text.split_whitespace()) {
