@@ -1,6 +1,6 @@
 //! The files that users name: read within bounds, written whole or not at all.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -38,14 +38,30 @@ pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     }
 }
 
+/// Refuses an output that is one of the inputs of the same command.
+///
+/// # Errors
+/// Which of them it would replace.
+pub fn check_apart<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>) -> Result<()> {
+    let Ok(target) = fs::canonicalize(output) else { return Ok(()) };
+    match inputs.into_iter().find(|input| fs::canonicalize(input).is_ok_and(|input| input == target)) {
+        Some(input) => {
+            bail!("cannot write {}: this command reads {}; name another file", output.display(), input.display())
+        }
+        None => Ok(()),
+    }
+}
+
 /// A file to be written: new content that takes the place of the old one in a single step.
 ///
 /// Links are followed. A new file gets the permissions that the umask leaves, an old one keeps its own. A replacement
-/// that is dropped leaves everything as it was.
+/// that is dropped leaves everything as it was. There is a temporary file only from [`Replacement::write`] to
+/// [`Replacement::commit`]: a process that is killed before leaves nothing.
 pub struct Replacement {
     target: PathBuf,
-    /// Beside the target, so that it can be moved there.
-    content: NamedTempFile,
+    permissions: Option<Permissions>,
+    /// Next to the target, so that it can be moved there.
+    content: Option<NamedTempFile>,
 }
 
 impl Replacement {
@@ -65,17 +81,24 @@ impl Replacement {
             }
             Ok(old) => {
                 OpenOptions::new().write(true).open(&target)?;
-                Some(old)
+                Some(old.permissions())
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(error.into()),
         };
-        let directory = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let content = new_file(directory)?;
-        if let Some(old) = old {
-            content.as_file().set_permissions(old.permissions())?;
+        let replacement = Self { target, permissions: old, content: None };
+        // Whether the directory takes a file; it is gone at once.
+        replacement.new_file().map(drop)?;
+        Ok(replacement)
+    }
+
+    fn new_file(&self) -> io::Result<NamedTempFile> {
+        let parent = self.target.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let file = new_file(parent.unwrap_or(Path::new("."))).map_err(without_temporary_name)?;
+        if let Some(permissions) = &self.permissions {
+            file.as_file().set_permissions(permissions.clone())?;
         }
-        Ok(Self { target, content })
+        Ok(file)
     }
 
     /// Writes the content, to the disk itself.
@@ -83,17 +106,22 @@ impl Replacement {
     /// # Errors
     /// The operating system's reason.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let file = self.content.as_file_mut();
-        let written = file.write_all(bytes).and_then(|()| file.sync_all());
-        written.with_context(|| format!("cannot write {}", self.target.display()))
+        let written = self.new_file().and_then(|mut file| {
+            file.as_file_mut().write_all(bytes)?;
+            file.as_file().sync_all()?;
+            Ok(file)
+        });
+        self.content = Some(written.with_context(|| format!("cannot write {}", self.target.display()))?);
+        Ok(())
     }
 
-    /// Puts the content into its place.
+    /// Puts the content into its place; without any, the target stays as it was.
     ///
     /// # Errors
     /// The operating system's reason.
     pub fn commit(self) -> Result<()> {
-        let placed = self.content.persist(&self.target).map_err(|failed| failed.error);
+        let Some(content) = self.content else { return Ok(()) };
+        let placed = content.persist(&self.target).map_err(|failed| without_temporary_name(failed.error));
         placed.with_context(|| format!("cannot write {}", self.target.display())).map(drop)
     }
 }
@@ -105,6 +133,15 @@ fn new_file(directory: &Path) -> io::Result<NamedTempFile> {
     // What the umask leaves of these, instead of the 0600 that suits a file nobody else is to see.
     let builder = builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     builder.tempfile_in(directory)
+}
+
+/// The reason alone: a temporary file's name means nothing to whoever reads the message.
+fn without_temporary_name(error: io::Error) -> io::Error {
+    let source = error.get_ref().and_then(std::error::Error::source).and_then(|source| source.downcast_ref());
+    match source.and_then(io::Error::raw_os_error) {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => error,
+    }
 }
 
 /// Where the links that begin at `path` end; there need not be a file.
@@ -146,10 +183,29 @@ mod tests {
         drop(replacement);
         assert_eq!(fs::read_to_string(&path).unwrap(), "old");
         let mut replacement = Replacement::new(&path).unwrap();
+        // What a process that is killed now would leave.
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
         replacement.write(b"new").unwrap();
         replacement.commit().unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "new");
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn outputs_are_not_inputs() {
+        let directory = tempfile::tempdir().unwrap();
+        let input = directory.path().join("input");
+        fs::write(&input, "").unwrap();
+        let same = directory.path().join(".").join("input");
+        let error = check_apart(&same, [input.as_path()]).unwrap_err().to_string();
+        assert!(error.contains("name another file"), "{error}");
+        assert!(check_apart(&directory.path().join("other"), [input.as_path()]).is_ok());
+    }
+
+    #[test]
+    fn messages_do_not_name_temporary_files() {
+        let error = format!("{:#}", Replacement::new(Path::new("/no/such/directory/file")).err().unwrap());
+        assert!(error.contains("/no/such/directory/file: ") && !error.contains(".kvpack-"), "{error}");
     }
 
     #[cfg(unix)]

@@ -26,7 +26,7 @@ pub enum Measured {
 #[derive(Debug, thiserror::Error)]
 #[error(
     "this is no report of kvpack that can be read (what `check`, `eval` without --precision, `bench` of steps and \
-     scripts/peers.py write, one or a list of them): {0}"
+     scripts/peers.py write, one or a list of them)"
 )]
 pub struct ReadError(#[from] serde_json::Error);
 

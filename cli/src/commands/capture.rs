@@ -10,7 +10,8 @@ use indicatif::ProgressBar;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use crate::files::Replacement;
+use crate::dump;
+use crate::files::{self, Replacement};
 use crate::model::{Attention, CHUNK_TOKENS, Chunk, ExactAttention, Model};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
@@ -55,6 +56,7 @@ pub fn run(args: &CaptureArgs) -> Result<Outcome> {
         bail!("{} has {} tokens, {needed} are needed (--tokens and --queries)", text.name, tokens.len());
     }
     model.check_context(needed)?;
+    files::check_apart(&args.output, [args.model.as_path()].into_iter().chain(args.text.as_deref()))?;
     let mut output = Replacement::new(&args.output)?;
 
     let mut capture = Capture::new(&model, &layers, args);
@@ -126,8 +128,7 @@ impl<'a> Capture<'a> {
             .iter()
             .map(|(name, shape, bytes)| Ok((name.clone(), TensorView::new(Dtype::F16, shape.clone(), bytes)?)));
         let metadata = [("model", model.config.name.as_str()), ("text", text), ("mask", "causal")];
-        let metadata = metadata.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
-        Ok(safetensors::serialize(views.collect::<Result<Vec<_>>>()?, Some(metadata))?)
+        dump::write(views.collect::<Result<Vec<_>>>()?, metadata)
     }
 }
 

@@ -28,6 +28,7 @@ const MOST_BYTES: u64 = 64 << 20;
 
 /// Runs the command.
 pub fn run(args: &CompareArgs) -> Result<Outcome> {
+    files::check_apart(&args.out, args.reports.iter().map(|given| name_and_path(given).1))?;
     let mut named = Vec::new();
     for given in &args.reports {
         let (name, path) = name_and_path(given);

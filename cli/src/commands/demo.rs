@@ -49,7 +49,7 @@ const FOOTPRINT: u64 = 32 << 20;
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<Outcome> {
-    page::Files::new(&args.report).map(drop)?;
+    page::try_files(&args.report, [args.file.as_path()])?;
     let dump = dump::read(&args.file).with_context(|| args.file.display().to_string())?;
     let backend = args.backend.open()?.or_cpu_for_software();
     let run = provenance::run(backend.driver(), None);

@@ -18,11 +18,13 @@
 
 mod error;
 mod read;
+mod write;
 
 use kvpack::AttentionShape;
 
 pub use error::DumpError;
 pub use read::{parse, read};
+pub use write::write;
 
 /// A whole dump.
 pub struct Dump {

@@ -7,9 +7,9 @@ use kvpack::plan::{self, QueryRun, RowLayout, Split, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
 use pollster::block_on;
 
-use super::Outputs;
 use super::file::{Elements, GoldenFile, part};
 use super::stored::check_size;
+use super::{Outputs, named};
 
 /// `attention.decode`: by the f64 oracle, by plain f32 attention, and where the input is f16 (so that a cache holds it
 /// without loss) by the f16 kernels.
@@ -79,6 +79,6 @@ impl Partial {
     }
 
     fn outputs(self) -> Outputs {
-        Outputs::from([("output", self.outputs), ("lse", self.lse)])
+        named([("output", self.outputs), ("lse", self.lse)])
     }
 }

@@ -10,7 +10,7 @@ use pollster::block_on;
 
 use super::file::{Elements, GoldenFile};
 use super::stored::check_size;
-use super::{Computed, Outputs, doubles};
+use super::{Computed, Outputs, doubles, named};
 
 /// Products of queries and keys that a file may ask for.
 const MOST_PRODUCTS: usize = 1 << 28;
@@ -124,7 +124,7 @@ impl Batch {
                 lse.extend(state.lse);
             }
         }
-        Ok(Outputs::from([("o", outputs), ("lse", lse)]))
+        Ok(named([("o", outputs), ("lse", lse)]))
     }
 
     /// Rows `[kv_heads, tokens, head_dim]` of the tokens from `first` on.
@@ -152,6 +152,6 @@ impl Batch {
         let plan = stores.plan(&runs, spans.iter(), &[])?;
         let states = block_on(backend.attend_states(&plan, &stores.stores(), &queries, AttendOptions::default()))?;
         let download = |tensor: &B::Tensor| Ok::<_, kvpack::Error>(doubles(&block_on(backend.download(tensor))?));
-        Ok(Outputs::from([("o", download(&states.outputs)?), ("lse", download(&states.lse)?)]))
+        Ok(named([("o", download(&states.outputs)?), ("lse", download(&states.lse)?)]))
     }
 }

@@ -7,7 +7,7 @@ use kvpack::policy::HeadAggregation;
 
 use super::file::{GoldenFile, part};
 use super::kernels::{Attention, Device};
-use super::{Computed, Outputs, doubles};
+use super::{Computed, doubles, named};
 
 /// `attention.column_sums`: by the three statistics kernels, per query head and summed over the heads of a group.
 pub fn column_sums(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
@@ -15,7 +15,7 @@ pub fn column_sums(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let threshold = Some(file.number("p")? as f32);
     let each = attention.measure(device, HeadAggregation::Each, threshold)?;
     let sum = attention.measure(device, HeadAggregation::Sum, None)?;
-    let outputs = Outputs::from([
+    let outputs = named([
         ("row_max", doubles(&each.row_stats.max)),
         ("row_lse", doubles(&each.row_stats.lse)),
         ("column_sums", doubles(&each.sums)),
@@ -44,6 +44,6 @@ pub fn merge(file: &GoldenFile) -> Result<Computed> {
     for index in 1..parts {
         merged = merge_pair(&merged, &part(index)?)?;
     }
-    let outputs = Outputs::from([("o", doubles(merged.outputs())), ("lse", doubles(merged.lse()))]);
+    let outputs = named([("o", doubles(merged.outputs())), ("lse", doubles(merged.lse()))]);
     Ok(vec![("merge_pair", outputs)])
 }

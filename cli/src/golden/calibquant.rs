@@ -11,9 +11,9 @@ use kvpack::format::{AffineFormat, CodeRange, Grouping, HEAD_DIMS, KeyOrValue, S
 use kvpack::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange, Work};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
 
-use super::Outputs;
 use super::file::{GoldenFile, part};
 use super::stored::check_size;
+use super::{Outputs, named};
 
 /// `calibquant.calibrate`: eq. 7 on given scores, its slope clamped at 0 as [`Calibration::map`] says. Files that tell
 /// the clamped from the unclamped have both, see `guarded` in [`super::run_op`].
@@ -28,15 +28,15 @@ pub fn calibrate(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
         let map = calibration.map(smallest, largest);
         calibrated.extend(scores.iter().map(|&score| f64::from(map.apply(score))));
     }
-    let outputs = [("calibrated", calibrated.clone()), ("calibrated_guarded", calibrated)];
-    Ok(vec![("calibrate", Outputs::from(outputs))])
+    let outputs = named([("calibrated", calibrated.clone()), ("calibrated_guarded", calibrated)]);
+    Ok(vec![("calibrate", outputs)])
 }
 
 /// `calibquant.pack`: codes to bytes, the first in the highest bits.
 pub fn pack(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let packed: Vec<u8> = msb_bytes::pack(file.input("codes")?.u8()?, bits(file)?)?;
     let packed = packed.into_iter().map(f64::from).collect();
-    Ok(vec![("msb_bytes::pack", Outputs::from([("packed", packed)]))])
+    Ok(vec![("msb_bytes::pack", named([("packed", packed)]))])
 }
 
 /// `calibquant.quantize`: ranges and codes as the kernel stores them, once as keys and once as values.
@@ -60,7 +60,7 @@ pub fn decode(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
         lse.extend(decoded.merged.lse().iter().map(|&x| f64::from(x)));
         visual_scores.extend(decoded.scores);
     }
-    let outputs = Outputs::from([("output", outputs), ("lse", lse), ("visual_scores", visual_scores)]);
+    let outputs = named([("output", outputs), ("lse", lse), ("visual_scores", visual_scores)]);
     Ok(vec![("scores, weighted_values, merge_states", outputs)])
 }
 
@@ -105,7 +105,7 @@ fn quantized(file: &GoldenFile, which: KeyOrValue) -> Result<Outputs> {
             }
         }
     }
-    Ok(Outputs::from([("codes", codes), ("scale", scale), ("zero", zero), ("dequant", decoded)]))
+    Ok(named([("codes", codes), ("scale", scale), ("zero", zero), ("dequant", decoded)]))
 }
 
 struct Decoded {

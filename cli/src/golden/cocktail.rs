@@ -12,7 +12,7 @@ use pollster::block_on;
 use super::file::{Elements, GoldenFile};
 use super::kernels::Device;
 use super::stored::check_size;
-use super::{Computed, Outputs, doubles};
+use super::{Computed, doubles, named};
 
 /// `cocktail.search`: eq. 1-3 and the assignment of algorithm 1.
 pub fn search(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
@@ -24,7 +24,7 @@ pub fn search(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         ChunkPrecision::Int4 => 1.0,
         ChunkPrecision::F16 => 2.0,
     };
-    let outputs = Outputs::from([
+    let outputs = named([
         ("scores", doubles(&similarities)),
         ("t_low", vec![thresholds.low]),
         ("t_high", vec![thresholds.high]),
@@ -79,7 +79,7 @@ pub fn decode(file: &GoldenFile) -> Result<Computed> {
     let fused = attend_plan(&planned(None)?, &stores.stores(), query, Split::default())?;
     let unfused = unfused_attention(&planned(Some(Calibration::IDENTITY))?, &stores.stores(), query)?;
     let outputs = |states: &States| {
-        Outputs::from([
+        named([
             ("output", doubles(states.outputs())),
             ("lse", doubles(states.lse())),
             ("order", order.iter().map(|&chunk| f64::from(chunk)).collect()),

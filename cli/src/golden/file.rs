@@ -102,15 +102,34 @@ impl GoldenFile {
         Ok(self.tensor(&format!("out.{name}"))?.elements.to_f64())
     }
 
+    /// Refuses parameters that ask for more elements of an output than the file has, before they are computed; `None`
+    /// stands for a count that overflowed.
+    pub fn check_asked(&self, output: &str, asked: Option<usize>) -> Result<()> {
+        let there = self.tensor(&format!("out.{output}"))?.shape.iter().product::<usize>();
+        match asked {
+            Some(asked) if asked <= there => Ok(()),
+            Some(asked) => bail!("the parameters ask for {asked} elements of '{output}'; the file has {there}"),
+            None => bail!("the parameters ask for more elements of '{output}' than can be counted"),
+        }
+    }
+
     /// A numeric parameter.
     pub fn number(&self, name: &str) -> Result<f64> {
         self.params[name].as_f64().with_context(|| format!("no number '{name}' among the parameters"))
     }
 
-    /// A parameter that counts something.
+    /// A parameter that counts something: at most `u32::MAX`, as positions are.
     pub fn count(&self, name: &str) -> Result<usize> {
         let count = self.params[name].as_u64().with_context(|| format!("no count '{name}' among the parameters"))?;
+        ensure!(count <= u64::from(u32::MAX), "'{name}' is {count}; the largest count is {}", u32::MAX);
         Ok(usize::try_from(count)?)
+    }
+
+    /// A parameter that something is divided by.
+    pub fn divisor(&self, name: &str) -> Result<usize> {
+        let count = self.count(name)?;
+        ensure!(count > 0, "'{name}' is 0; give at least 1");
+        Ok(count)
     }
 
     /// A parameter that is a list of counts, empty if it is not there.
@@ -162,8 +181,15 @@ impl Tensor {
         let axes = self.shape.as_slice().try_into();
         let axes: [usize; N] =
             axes.with_context(|| format!("a tensor of shape {:?} where {N} axes are needed", self.shape))?;
-        ensure!(!axes.contains(&0), "an empty tensor of shape {axes:?}");
+        self.last_axes::<N>()?;
         Ok(axes)
+    }
+
+    /// The last `N` axes of a tensor that has elements.
+    pub fn last_axes<const N: usize>(&self) -> Result<[usize; N]> {
+        ensure!(!self.shape.contains(&0), "an empty tensor of shape {:?}", self.shape);
+        let axes = self.shape.last_chunk::<N>();
+        axes.copied().with_context(|| format!("a tensor of shape {:?} where at least {N} axes are needed", self.shape))
     }
 
     /// The elements as f32.

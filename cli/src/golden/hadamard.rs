@@ -8,8 +8,8 @@ use kvpack::wgpu::{HadamardPlan, Tensor, Wgpu};
 use kvpack::{AttentionShape, cpu};
 use pollster::block_on;
 
-use super::Outputs;
 use super::file::GoldenFile;
+use super::{Outputs, named};
 
 /// `hadamard` on a GPU, both ways like [`hadamard`].
 pub fn hadamard_on_gpu(file: &GoldenFile, gpu: &Wgpu) -> Result<Vec<(&'static str, Outputs)>> {
@@ -27,7 +27,7 @@ pub fn hadamard_on_gpu(file: &GoldenFile, gpu: &Wgpu) -> Result<Vec<(&'static st
             launches.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
             gpu.queue().submit([encoder.finish()]);
             let rotated = block_on(gpu.download(&output))?;
-            Ok((name, Outputs::from([("y", rotated.into_iter().map(f64::from).collect())])))
+            Ok((name, named([("y", rotated.into_iter().map(f64::from).collect())])))
         })
         .collect()
 }
@@ -41,7 +41,7 @@ pub fn hadamard(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
         .map(|(name, direction)| {
             let mut rows = file.input("x")?.f32()?;
             cpu::hadamard(&mut rows, head_dim, rotation, direction)?;
-            Ok((name, Outputs::from([("y", rows.into_iter().map(f64::from).collect())])))
+            Ok((name, named([("y", rows.into_iter().map(f64::from).collect())])))
         })
         .collect()
 }

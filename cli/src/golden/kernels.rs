@@ -1,6 +1,6 @@
 //! The kernels that measure and select, on the CPU and on a GPU.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use kvpack::AttentionShape;
 use kvpack::backend::{Device as _, TokenSelection as _};
 use kvpack::cpu::{self, DenseRows, KeptTokens, RowStats, StatsInput};
@@ -43,9 +43,8 @@ impl Attention {
     /// The last `most` rows of sequence `sequence` of a file, whose queries are called `queries`.
     pub fn of_file(file: &GoldenFile, queries: &str, sequence: usize, most: usize) -> Result<Self> {
         let (q, k) = (file.input(queries)?, file.input("k")?);
-        let last = |shape: &[usize], at: usize| shape.len().checked_sub(at).map_or(0, |axis| shape[axis]);
-        let (query_heads, tensor_rows, head_dim) = (last(&q.shape, 3), last(&q.shape, 2), last(&q.shape, 1));
-        let (kv_heads, tokens) = (last(&k.shape, 3), last(&k.shape, 2));
+        let [query_heads, tensor_rows, head_dim] = q.last_axes()?;
+        let [kv_heads, tokens, _] = k.last_axes()?;
         Ok(Self {
             shape: AttentionShape::new(query_heads, kv_heads, head_dim)?,
             rows: QueryPositions::last(most.min(tensor_rows), tokens)?,
@@ -59,9 +58,13 @@ impl Attention {
     /// and queries the logarithms of the weights.
     pub fn of_weights(weights: &[f32], query_heads: usize, group: usize, tokens: usize, most: usize) -> Result<Self> {
         const HEAD_DIM: usize = 256;
-        anyhow::ensure!(
-            tokens <= HEAD_DIM,
-            "weights of {tokens} tokens, at most {HEAD_DIM} can be made from unit keys"
+        ensure!(
+            (1..=HEAD_DIM).contains(&tokens),
+            "weights of {tokens} tokens; unit keys make those of 1 to {HEAD_DIM}"
+        );
+        ensure!(
+            query_heads > 0 && group > 0,
+            "{query_heads} query heads in groups of {group}; give at least 1 of each"
         );
         let kv_heads = query_heads / group;
         let root = (HEAD_DIM as f32).sqrt();
@@ -210,6 +213,7 @@ impl Device<'_> {
         match self {
             Self::Cpu => Ok(cpu::chunk_similarity(query, chunks)?),
             Self::Gpu(gpu) => {
+                ensure!(!query.is_empty(), "an empty query");
                 let count = chunks.len() / query.len();
                 let plan = ChunkSimilarityPlan::new(query.len(), count)?;
                 let upload = |rows: &[f32]| block_on(gpu.upload(Elements::F32(rows)));

@@ -5,9 +5,9 @@ use kvpack::Bits;
 use kvpack::format::interchange::kivi::{ScaleRounding, pack, quantize_group};
 use kvpack::format::{AffineFormat, CodeRange, Grouping, HEAD_DIMS, KeyOrValue, TensorFormat};
 
-use super::Outputs;
 use super::file::{Elements, GoldenFile};
 use super::stored::Packed;
+use super::{Outputs, named};
 
 /// `kivi.quantize_k`: groups of tokens of one channel, packed along the tokens.
 pub fn quantize_k(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
@@ -121,7 +121,7 @@ impl Parts {
     fn outputs(self) -> Outputs {
         let scale = self.ranges.iter().map(|range| f64::from(range.scale)).collect();
         let min = self.ranges.iter().map(|range| f64::from(range.min)).collect();
-        Outputs::from([("packed", self.packed), ("scale", scale), ("min", min), ("dequant", self.values)])
+        named([("packed", self.packed), ("scale", scale), ("min", min), ("dequant", self.values)])
     }
 }
 

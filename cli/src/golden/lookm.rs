@@ -1,6 +1,6 @@
 //! The ops of LOOK-M.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use kvpack::AttentionShape;
 use kvpack::cpu::KeptTokens;
 use kvpack::plan::TokenRange;
@@ -11,7 +11,7 @@ use kvpack::policy::{
 
 use super::file::{GoldenFile, part};
 use super::kernels::Device;
-use super::{Computed, Outputs, doubles};
+use super::{Computed, doubles, named};
 
 /// `lookm.evict`: text prior (eq. 4-8), by the host and by the kernels.
 pub fn evict(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
@@ -28,11 +28,8 @@ pub fn evict(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let request = ScoreRequest { rows: &rows, spans: &spans, scores: scores_of, text: TextRule::Raised, recent };
     let chosen = device.choose(&scores, heads, &request, recent + best)?.kept;
     Ok(vec![
-        ("text_prior", Outputs::from([("kept", doubles(&kept))])),
-        (
-            device.named(["token_scores, top_k", "token_scores, top_k (wgpu)"]),
-            Outputs::from([("kept", doubles(&chosen))]),
-        ),
+        ("text_prior", named([("kept", doubles(&kept))])),
+        (device.named(["token_scores, top_k", "token_scores, top_k (wgpu)"]), named([("kept", doubles(&chosen))])),
     ])
 }
 
@@ -40,6 +37,7 @@ pub fn evict(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
 pub fn merge(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let [heads, tokens, head_dim] = file.input("k")?.axes()?;
     let [_, count] = file.input("kept")?.axes()?;
+    ensure!(count <= tokens, "{count} of {tokens} tokens are kept");
     let shape = AttentionShape::new(heads, heads, head_dim)?;
     let kept = file.input("kept")?.indices()?;
     let gone = kept.chunks(count).map(|kept| evicted(kept, tokens)).collect::<kvpack::Result<Vec<_>>>()?.concat();
@@ -56,7 +54,7 @@ pub fn merge(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let pivot: Vec<u32> = nearest.iter().map(|nearest| nearest.kept).collect();
     let similarity: Vec<f32> = nearest.iter().map(|nearest| nearest.similarity).collect();
     let outputs = |keys: &[f32], values: &[f32]| {
-        Outputs::from([
+        named([
             ("pivot", doubles(&pivot)),
             ("similarity", doubles(&similarity)),
             ("k_merged", doubles(keys)),

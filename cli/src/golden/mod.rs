@@ -32,7 +32,12 @@ use kernels::Device;
 use kvpack::wgpu::Wgpu;
 
 /// What one implementation of an op computed, by the name of the output.
-type Outputs = BTreeMap<&'static str, Vec<f64>>;
+type Outputs = BTreeMap<String, Vec<f64>>;
+
+/// The outputs of these names.
+fn named<const N: usize>(outputs: [(&str, Vec<f64>); N]) -> Outputs {
+    outputs.into_iter().map(|(name, values)| (name.to_owned(), values)).collect()
+}
 
 /// What each implementation of an op computed.
 type Computed = Vec<(&'static str, Outputs)>;

@@ -4,8 +4,8 @@ use anyhow::Result;
 use kvpack::format::Rotation;
 use kvpack::format::interchange::saw_int4::{RowRounding, pack, quantize_row};
 
-use super::Outputs;
 use super::file::GoldenFile;
+use super::{Outputs, named};
 
 /// `saw.quantize`: rows rotated, quantised and packed as the published kernel does.
 pub fn quantize(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
@@ -22,6 +22,6 @@ pub fn quantize(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
         scale_zero.extend([quantized.scale, quantized.zero].map(f64::from));
         values.extend(quantized.dequantize().into_iter().map(f64::from));
     }
-    let outputs = Outputs::from([("packed", packed), ("scale_zero", scale_zero), ("dequant", values)]);
+    let outputs = named([("packed", packed), ("scale_zero", scale_zero), ("dequant", values)]);
     Ok(vec![("format::saw_int4", outputs)])
 }

@@ -8,7 +8,7 @@ use kvpack::policy::{
 
 use super::file::{GoldenFile, part};
 use super::kernels::{Attention, Device};
-use super::{Computed, Outputs, doubles};
+use super::{Computed, doubles, named};
 
 /// What measures and chooses, on the CPU and through wgpu.
 const KERNELS: [&str; 2] =
@@ -39,7 +39,7 @@ pub fn snapkv(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         kept.extend(chosen.kept);
         pooled.extend(chosen.scores.chunks(tokens).flat_map(|scores| doubles(&scores[..tokens - window])));
     }
-    let outputs = Outputs::from([("kept", doubles(&kept)), ("scores", pooled)]);
+    let outputs = named([("kept", doubles(&kept)), ("scores", pooled)]);
     Ok(vec![(device.named(KERNELS), outputs)])
 }
 
@@ -56,7 +56,7 @@ pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
                 let [heads, _, tokens] = file.input("attn")?.axes()?;
                 let weights = file.input("attn")?.f32()?;
                 let weights = part(&weights, sequence, heads * tokens * tokens)?;
-                Attention::of_weights(weights, heads, file.count("group")?, tokens, usize::MAX)?
+                Attention::of_weights(weights, heads, file.divisor("group")?, tokens, usize::MAX)?
             }
         };
         let sums = attention.measure(device, ACCUMULATED.aggregation, None)?.sums;
@@ -65,7 +65,7 @@ pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         kept.extend(device.choose(&sums, attention.shape.kv_heads(), &request, capacity)?.kept);
         scores.extend(doubles(&sums));
     }
-    let outputs = Outputs::from([("kept", doubles(&kept)), ("scores", scores)]);
+    let outputs = named([("kept", doubles(&kept)), ("scores", scores)]);
     Ok(vec![(device.named(KERNELS), outputs)])
 }
 
@@ -73,14 +73,18 @@ pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
 pub fn pyramidkv(file: &GoldenFile) -> Result<Computed> {
     let [capacity, window, beta] = [file.count("capacity")?, file.count("window")?, file.count("beta")?];
     let shape = PyramidShape { capacity, recent: window, beta };
-    let kept = pyramid_budgets(file.count("layers")?, file.count("length")?, shape)?;
+    let layers = file.count("layers")?;
+    file.check_asked("kept_total", Some(layers))?;
+    let kept = pyramid_budgets(layers, file.count("length")?, shape)?;
     let kept = kept.into_iter().map(|tokens| tokens as f64).collect();
-    Ok(vec![("pyramid_budgets", Outputs::from([("kept_total", kept)]))])
+    Ok(vec![("pyramid_budgets", named([("kept_total", kept)]))])
 }
 
 /// `streamingllm.select`.
 pub fn streamingllm(file: &GoldenFile) -> Result<Computed> {
-    let kept = sink_and_recent(file.count("length")?, file.count("start")?, file.count("recent")?)?;
-    let heads = file.count("batch")? * file.count("heads")?;
-    Ok(vec![("sink_and_recent", Outputs::from([("kept", doubles(&kept).repeat(heads))]))])
+    let (length, start, recent) = (file.count("length")?, file.count("start")?, file.count("recent")?);
+    let heads = file.count("batch")?.saturating_mul(file.count("heads")?);
+    file.check_asked("kept", heads.checked_mul(length.min(start.saturating_add(recent))))?;
+    let kept = sink_and_recent(length, start, recent)?;
+    Ok(vec![("sink_and_recent", named([("kept", doubles(&kept).repeat(heads))]))])
 }

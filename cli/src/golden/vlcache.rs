@@ -1,11 +1,11 @@
 //! The ops of VL-Cache.
 
-use anyhow::{Context, Result};
+use anyhow::{Result, ensure};
 use kvpack::policy::{HeadAggregation, VlCacheLimits, keep, layer_sparsity, sparsity, vlcache_budgets};
 
 use super::file::{GoldenFile, part};
 use super::kernels::{Attention, Device};
-use super::{Computed, Outputs, doubles};
+use super::{Computed, doubles, named};
 
 /// `vlcache.sparsity`: counts under the threshold, per head and layer.
 pub fn layer(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
@@ -14,7 +14,7 @@ pub fn layer(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let counts: Vec<u32> = measured.counts.chunks(attention.rows.len()).map(|counts| counts.iter().sum()).collect();
     let heads = sparsity(&measured.counts, &attention.rows)?;
     let layer = vec![layer_sparsity(&heads)];
-    let outputs = Outputs::from([("kept_count", doubles(&counts)), ("sparsity", heads), ("layer_sparsity", layer)]);
+    let outputs = named([("kept_count", doubles(&counts)), ("sparsity", heads), ("layer_sparsity", layer)]);
     Ok(vec![(device.named(["attention_column_stats, sparsity", "attention_column_stats, sparsity (wgpu)"]), outputs)])
 }
 
@@ -23,7 +23,7 @@ pub fn scores(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let sums = attention(file, 0)?.measure(device, HeadAggregation::Mean, None)?.sums;
     Ok(vec![(
         device.named(["attention_column_stats", "attention_column_stats (wgpu)"]),
-        Outputs::from([("scores", doubles(&sums))]),
+        named([("scores", doubles(&sums))]),
     )])
 }
 
@@ -32,19 +32,15 @@ pub fn budget(file: &GoldenFile) -> Result<Computed> {
     let sparsity: Vec<f64> = file.input("sparsity")?.f32()?.into_iter().map(f64::from).collect();
     let budgets = vlcache_budgets(&sparsity, file.count("length")?, file.number("alpha")?, limits(file, 0)?)?;
     let tokens = budgets.tokens.iter().map(|&tokens| tokens as f64).collect();
-    let outputs = Outputs::from([
-        ("raw_ratio", budgets.raw_ratios),
-        ("clipped_ratio", budgets.clipped_ratios),
-        ("budgets", tokens),
-    ]);
+    let outputs =
+        named([("raw_ratio", budgets.raw_ratios), ("clipped_ratio", budgets.clipped_ratios), ("budgets", tokens)]);
     Ok(vec![("vlcache_budgets", outputs)])
 }
 
 /// `vlcache.plan`: from attention to the kept tokens of every layer.
 pub fn plan(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
-    const KEPT: [&str; 4] = ["kept_l0", "kept_l1", "kept_l2", "kept_l3"];
     let [layers, query_heads, _, tokens] = file.input("attn")?.axes()?;
-    let kv_heads = query_heads / file.count("group")?;
+    let kv_heads = query_heads / file.divisor("group")?;
     let (mut sparsities, mut scores) = (Vec::new(), Vec::new());
     for layer in 0..layers {
         let attention = attention(file, layer)?;
@@ -55,12 +51,11 @@ pub fn plan(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     let mandatory = file.counts("mandatory")?;
     let limits = limits(file, mandatory.len())?;
     let budgets = vlcache_budgets(&sparsities, tokens, file.number("alpha")?, limits)?.tokens;
-    let mut outputs = Outputs::from([
-        ("layer_sparsity", sparsities),
-        ("budgets", budgets.iter().map(|&tokens| tokens as f64).collect()),
-    ]);
+    let mut outputs =
+        named([("layer_sparsity", sparsities), ("budgets", budgets.iter().map(|&tokens| tokens as f64).collect())]);
     for (layer, (&count, scores)) in budgets.iter().zip(&scores).enumerate() {
         let recent = (file.number("recent_fraction")? * count as f64) as usize;
+        ensure!(recent <= tokens, "recent_fraction protects {recent} of its tokens, of which there are {tokens}");
         let mut protected = mandatory.clone();
         protected.extend(tokens as u32 - recent as u32..tokens as u32);
         protected.sort_unstable();
@@ -69,7 +64,7 @@ pub fn plan(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         for head in 0..kv_heads {
             kept.extend(keep(part(scores, head, tokens)?, &protected, count)?);
         }
-        outputs.insert(KEPT.get(layer).context("more layers than names")?, doubles(&kept));
+        outputs.insert(format!("kept_l{layer}"), doubles(&kept));
     }
     Ok(vec![(
         device.named([
@@ -86,13 +81,13 @@ fn limits(file: &GoldenFile, mandatory: usize) -> Result<VlCacheLimits> {
 
 /// Attention of a layer, from queries and keys or from weights.
 fn attention(file: &GoldenFile, layer: usize) -> Result<Attention> {
-    let most = file.count("max_queries").unwrap_or(usize::MAX);
+    let most = if file.has_param("max_queries") { file.count("max_queries")? } else { usize::MAX };
     if !file.has_input("attn") {
         return Attention::of_file(file, "q", layer, most);
     }
     let attn = file.input("attn")?;
-    let [.., query_heads, rows, tokens] = attn.shape[..] else { anyhow::bail!("weights of shape {:?}", attn.shape) };
+    let [query_heads, rows, tokens] = attn.last_axes()?;
     let weights = attn.f32()?;
     let weights = part(&weights, layer, query_heads * rows * tokens)?;
-    Attention::of_weights(weights, query_heads, file.count("group")?, tokens, most)
+    Attention::of_weights(weights, query_heads, file.divisor("group")?, tokens, most)
 }

@@ -169,7 +169,7 @@ fn cuda_without_a_driver_is_named() {
 
 #[test]
 fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
-    let cases: [(&[&str], &str); 17] = [
+    let cases: [(&[&str], &str); 18] = [
         (&["check", "--backend", "cpu", "--filter", "no such case"], "no check matches"),
         (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
         (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
@@ -186,6 +186,7 @@ fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
         (&["bench", "--backend", "cpu", "--suite", "evict", "--footprint", "1"], "leave --footprint out"),
         (&["eval", "--backend", "cpu", "--model", common::MODEL, "--keep-first", "1"], "cannot be used with"),
         (&["eval", "--backend", "cpu", "--model", common::MODEL, "--keep-last", "1"], "cannot be used with"),
+        (&["eval", "--backend", "cpu", "--model", common::MODEL, "--documents", "18446744073709551615"], "needs some"),
         (&["eval", "--backend", "cpu", DUMP, "--keep-first", "1000", "--keep-last", "152"], "keep fewer"),
     ];
     for (arguments, hint) in cases {

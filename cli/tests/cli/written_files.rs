@@ -79,6 +79,67 @@ fn devices_and_directories_are_refused_before_the_work() {
     }
 }
 
+/// A process that is killed while it works leaves no file.
+#[test]
+fn a_killed_command_leaves_nothing() {
+    let directory = directory("killed");
+    let dump = directory.join("dump");
+    let text = directory.join("text");
+    fs::write(&text, "word ".repeat(40_000)).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvpack"));
+    let arguments = ["capture", "--model", MODEL, "--tokens", "4", "--queries", "2", "--text"];
+    let mut child = command.args(arguments).arg(&text).arg(&dump).spawn().unwrap();
+    // Whether it is killed before or after the dump is there, nothing else is.
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let left = files(&directory);
+    assert!(left.iter().all(|name| name == "dump" || name == "text"), "{left:?}");
+}
+
+#[test]
+fn captures_of_the_same_are_the_same() {
+    let directory = directory("same");
+    let dumps = ["a", "b", "c"].map(|name| directory.join(name));
+    dumps.iter().for_each(|dump| assert_eq!(capture(dump).code, 0));
+    let [a, b, c] = dumps.map(|dump| fs::read(dump).unwrap());
+    assert!(a == b && b == c);
+}
+
+#[test]
+fn outputs_do_not_replace_what_is_read() {
+    let directory = directory("inputs");
+    let path = directory.join("run");
+    assert_eq!(report(&path).code, 0);
+    let json = directory.join("run.json");
+    let run = kvpack(&["compare", text(&json), "--out", text(&json)]);
+    assert_eq!(run.code, 2, "{}", run.out);
+    assert!(run.err.contains("name another file"), "{}", run.err);
+    let dump = directory.join("dump.json");
+    fs::copy(DUMP, &dump).unwrap();
+    let run = kvpack(&["eval", "--backend", "cpu", "--report", text(&directory.join("dump")), text(&dump)]);
+    assert_eq!(run.code, 2, "{}", run.out);
+    assert!(run.err.contains("name another file"), "{}", run.err);
+    for path in [directory.as_path().join("."), directory.as_path().join("")] {
+        let run = report(&path);
+        assert!(run.code == 2 && run.err.contains("name the files"), "{}", run.err);
+    }
+    assert_eq!(files(&directory), ["dump.json", "run.html", "run.json"]);
+}
+
+/// What is no report is said once, without the name of a temporary file.
+#[test]
+fn messages_say_a_reason_once() {
+    let directory = directory("reasons");
+    let notes = directory.join("notes.md");
+    fs::write(&notes, "# no report").unwrap();
+    let run = kvpack(&["compare", text(&notes)]);
+    assert_eq!(run.code, 2);
+    assert_eq!(run.err.matches("line 1").count(), 1, "{}", run.err);
+    let run = kvpack(&["compare", DUMP, "--out", "/no/such/directory/page.html"]);
+    assert!(!run.err.contains(".kvpack-"), "{}", run.err);
+}
+
 #[test]
 fn reports_keep_their_names_and_leave_others_alone() {
     let directory = directory("reports");

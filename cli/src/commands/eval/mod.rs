@@ -67,8 +67,8 @@ struct Destination<'a> {
 
 impl Destination<'_> {
     /// Finds out whether the files can be written, before anything is computed for them.
-    fn try_files(self) -> Result<()> {
-        self.files.map_or(Ok(()), |path| page::Files::new(path).map(drop))
+    fn try_files<'a>(self, inputs: impl IntoIterator<Item = &'a Path> + Clone) -> Result<()> {
+        self.files.map_or(Ok(()), |path| page::try_files(path, inputs))
     }
 
     fn print<T: Serialize>(self, report: &T, tables: impl FnOnce(&T) -> Result<()>) -> Result<()> {
@@ -79,7 +79,7 @@ impl Destination<'_> {
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<Outcome> {
     let to = Destination { json: args.json, files: args.report.as_deref() };
-    to.try_files()?;
+    to.try_files(args.file.as_deref().into_iter().chain(args.model.model.as_deref()))?;
     match (&args.file, &args.model.model) {
         (Some(file), None) => dump::run(file, &args.dump, &args.backend, to),
         (_, Some(model)) => model::run(model, &args.model, &args.backend, to),

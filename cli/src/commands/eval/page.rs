@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use serde::Serialize;
 
-use crate::files::Replacement;
+use crate::files::{self, Replacement};
 
 /// Writes `path.html`, and `path.json` of the report: both, or neither where one of them cannot be written.
 ///
@@ -17,6 +17,17 @@ pub fn write(path: &Path, report: &impl Serialize, html: &str) -> Result<()> {
     files.json.write(json.as_bytes())?;
     files.html.write(html.as_bytes())?;
     files.commit()
+}
+
+/// Finds out whether both files can be written, before anything is computed for them.
+///
+/// # Errors
+/// When one of them cannot be written, or is one of the inputs.
+pub fn try_files<'a>(path: &Path, inputs: impl IntoIterator<Item = &'a Path> + Clone) -> Result<()> {
+    for ending in [".json", ".html"] {
+        files::check_apart(&with_ending(path, ending), inputs.clone())?;
+    }
+    Files::new(path).map(drop)
 }
 
 /// Both files, to be written.
@@ -31,6 +42,7 @@ impl Files {
     /// # Errors
     /// When one of them cannot be written.
     pub fn new(path: &Path) -> Result<Self> {
+        check_name(path)?;
         Ok(Self {
             json: Replacement::new(&with_ending(path, ".json"))?,
             html: Replacement::new(&with_ending(path, ".html"))?,
@@ -43,6 +55,16 @@ impl Files {
     }
 }
 
+/// Refuses a path whose last part is no name: `.` would become `..json`.
+fn check_name(path: &Path) -> Result<()> {
+    let text = path.to_string_lossy();
+    let last = text.rsplit(std::path::is_separator).next().unwrap_or_default();
+    if matches!(last, "" | "." | "..") {
+        bail!("--report {text}: name the files without their endings, as in {}", path.join("report").display());
+    }
+    Ok(())
+}
+
 /// The path with an ending more: `run.1` is not `run.2`.
 pub fn with_ending(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
@@ -53,6 +75,16 @@ pub fn with_ending(path: &Path, ending: &str) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn paths_need_a_name() {
+        let directory = tempfile::tempdir().unwrap();
+        for end in [".", "..", "", "a/.", "a/"] {
+            let error = Files::new(&directory.path().join(end)).err().unwrap().to_string();
+            assert!(error.contains("name the files"), "{end}: {error}");
+        }
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
 
     #[test]
     fn both_files_are_written_and_nothing_else() {

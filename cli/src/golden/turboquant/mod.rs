@@ -2,8 +2,6 @@
 
 mod published;
 
-use std::collections::BTreeMap;
-
 use anyhow::{Result, bail, ensure};
 use kvpack::format::Codebook;
 use kvpack::format::codebook::CoordinateDensity;
@@ -36,8 +34,8 @@ pub fn codebook(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let mut outputs = Outputs::new();
     for (bits, (centroids, boundaries)) in (1..).zip(names) {
         let codebook = Codebook::lloyd_max(bits, density);
-        outputs.insert(centroids, to_f64(codebook.centroids()));
-        outputs.insert(boundaries, to_f64(codebook.boundaries()));
+        outputs.insert(centroids.into(), to_f64(codebook.centroids()));
+        outputs.insert(boundaries.into(), to_f64(codebook.boundaries()));
     }
     Ok(vec![("Codebook::lloyd_max", outputs)])
 }
@@ -48,8 +46,8 @@ pub fn mse(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
     let rotation = file.input("rotation")?.f32()?;
     let rotation = Matrix::new(&rotation, dimension)?;
     let codebook = Codebook::from_centroids(file.input("centroids")?.f32()?);
-    let mut outputs: BTreeMap<_, Vec<f64>> = ["indices", "norms", "recon"].map(|name| (name, Vec::new())).into();
-    let mut add = |name, values: Vec<f64>| outputs.entry(name).or_default().extend(values);
+    let mut outputs = Outputs::new();
+    let mut add = |name: &str, values: Vec<f64>| outputs.entry(name.into()).or_default().extend(values);
     for row in file.input("x")?.f32()?.chunks_exact(dimension) {
         let quantized = quantize_mse(row, rotation, &codebook)?;
         add("indices", quantized.codes.iter().map(|&code| code.into()).collect());
@@ -74,7 +72,7 @@ pub fn prod(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
         for (query, products) in queries.chunks_exact(dimension).zip(products.chunks_exact_mut(rows)) {
             products[i] = query.iter().zip(&near).map(|(&q, &x)| f64::from(q) * f64::from(x)).sum();
         }
-        let mut add = |name, values: Vec<f64>| outputs.entry(name).or_default().extend(values);
+        let mut add = |name: &str, values: Vec<f64>| outputs.entry(name.into()).or_default().extend(values);
         add("indices", quantized.mse.codes.iter().map(|&code| code.into()).collect());
         add("norms", vec![quantized.mse.norm.into()]);
         add("recon_mse", to_f64(&quantized.mse.reconstruct(rotation, &codebook)?));
@@ -82,7 +80,7 @@ pub fn prod(file: &GoldenFile) -> Result<Vec<(&'static str, Outputs)>> {
         add("sign_bits", quantized.signs.iter().map(|&sign| u8::from(sign).into()).collect());
         add("recon", to_f64(&near));
     }
-    outputs.insert("inner_product", products);
+    outputs.insert("inner_product".into(), products);
     Ok(vec![("TurboQuant as published", outputs)])
 }
 

@@ -34,6 +34,10 @@ pub struct Question {
 /// The depth of the pass key grows from document to document, and that of the passage goes through all depths
 /// in another order.
 pub fn cut(model: &Model, text: &[u32], count: usize, length: usize) -> Result<Vec<Document>> {
+    // Every document has tokens of its own, so that a larger count only ever asks for memory.
+    if count > text.len() {
+        bail!("--documents {count}: the text has {} tokens, and each document needs some", text.len());
+    }
     let encode = |text: &str| model.tokenizer.encode(text);
     let mut documents = Vec::with_capacity(count);
     for index in 0..count {
