@@ -3,8 +3,7 @@
 
 CARGO ?= cargo
 
-# Real keys and values, and the path of the demo's page.
-DEMO_DATA := data/smollm2_kv.safetensors
+# The path of the demo's page.
 DEMO_REPORT := target/demo/report
 
 # Without a display, Mesa's device-select layer prints errors about the display it does not find.
@@ -19,11 +18,11 @@ help: ## list the commands
 
 demo: ## show in a minute (after compiling) what packing costs on real keys and values, on this machine's GPU or CPU
 	@mkdir -p $(dir $(DEMO_REPORT))
-	$(CARGO) run --locked --release --bin kvpack -- demo $(DEMO_DATA) --report $(DEMO_REPORT)
+	$(CARGO) run --locked --release --bin kvpack -- demo --report $(DEMO_REPORT)
 
 model: ## fetch a small language model (94 MB), write text with it, and measure what packing its cache costs
 	@scripts/fetch-model.sh
-	$(CARGO) run --locked --release -- generate --recipe calibquant:8+window=0 --chat "What is the sea made of?"
+	$(CARGO) run --locked --release -- generate --recipe turboquant-renormalized:4+centre+sink=128+window=128 --tokens 60
 	$(CARGO) run --locked --release -- eval --model --lengths 1024 --passkey-tokens 512 \
 		--recipes f16 int8+centre calibquant:4+sink=128 turboquant-renormalized:2+centre+sink=128+window=128
 

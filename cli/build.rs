@@ -1,18 +1,46 @@
 //! Tells the command which commit it is built from: a report without one cannot be repeated.
 //!
-//! `KVPACK_COMMIT` says it where there is no repository.
+//! `KVPACK_COMMIT` says it where it is set. A package of a registry has it in `.cargo_vcs_info.json`; a checkout asks
+//! git.
 
 use std::path::Path;
 use std::process::Command;
 
 fn main() {
     println!("cargo:rerun-if-env-changed=KVPACK_COMMIT");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let given = std::env::var("KVPACK_COMMIT").ok().filter(|commit| !commit.is_empty());
+    let commit = given.or_else(|| of_package(package)).or_else(|| of_checkout(&package.join("..")));
+    let version = env!("CARGO_PKG_VERSION");
+    match commit {
+        Some(commit) => {
+            println!("cargo:rustc-env=KVPACK_BUILT_FROM={commit}");
+            println!("cargo:rustc-env=KVPACK_VERSION={version} ({commit})");
+        }
+        None => println!("cargo:rustc-env=KVPACK_VERSION={version}"),
+    }
+}
+
+/// The commit that `cargo package` wrote into a package.
+fn of_package(package: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(package.join(".cargo_vcs_info.json")).ok()?;
+    let (_, rest) = text.split_once("\"sha1\"")?;
+    let commit: String =
+        rest.chars().skip_while(|c| !c.is_ascii_hexdigit()).take_while(char::is_ascii_hexdigit).collect();
+    (commit.len() >= 10).then(|| commit[..10].to_owned())
+}
+
+/// The commit of the checkout, with a `+` behind it where files of the command have been changed. A package that is
+/// unpacked within some other repository is not that repository's.
+fn of_checkout(root: &Path) -> Option<String> {
+    if !root.join(".git").exists() {
+        return None;
+    }
     for sources in ["src", "shaders", "cuda", "cli/src", "report/src", "Cargo.lock"] {
         println!("cargo:rerun-if-changed={}", root.join(sources).display());
     }
     let git = |arguments: &[&str]| {
-        let output = Command::new("git").arg("-C").arg(&root).args(arguments).output().ok()?;
+        let output = Command::new("git").arg("-C").arg(root).args(arguments).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     // Every commit, amended ones too, adds a line here.
@@ -22,12 +50,7 @@ fn main() {
             println!("cargo:rerun-if-changed={}", log.display());
         }
     }
-    let commit = std::env::var("KVPACK_COMMIT").ok().filter(|commit| !commit.is_empty()).or_else(|| {
-        let commit = git(&["rev-parse", "--short=10", "HEAD"])?;
-        let changed = git(&["status", "--porcelain", "--untracked-files=no", "--", "src", "shaders", "cuda", "cli"])?;
-        Some(if changed.is_empty() { commit } else { format!("{commit}+") })
-    });
-    if let Some(commit) = commit {
-        println!("cargo:rustc-env=KVPACK_BUILT_FROM={commit}");
-    }
+    let commit = git(&["rev-parse", "--short=10", "HEAD"])?;
+    let changed = git(&["status", "--porcelain", "--untracked-files=no", "--", "src", "shaders", "cuda", "cli"])?;
+    Some(if changed.is_empty() { commit } else { format!("{commit}+") })
 }

@@ -100,7 +100,7 @@ check() { # name, arguments
         log="$1-{}.log" && shift
         timeout "$@" --part "{}/'"$parts"'" >"$log" 2>&1
         echo "exit code $?" >>"$log"
-    ' _ "$results/check-$name" "$limit" "$kvpack" check "$@"
+    ' _ "$results/check-$name" "$limit" "$kvpack" check --all --jobs 1 "$@"
     awk '/passed, / {passed += $1; wrong += $3} END {print passed + 0, "passed,", wrong + 0, "failed"}' \
         "$results/check-$name"-*.log
     grep -h '^FAILED' "$results/check-$name"-*.log

@@ -62,7 +62,7 @@ report() {
     mkdir -p target/report-pages
     build_command
     "${CARGO:-cargo}" test --locked --workspace --test report --quiet
-    local built="${CARGO_TARGET_DIR:-target}" dump=data/smollm2_kv.safetensors
+    local built="${CARGO_TARGET_DIR:-target}" dump=cli/data/smollm2_kv.safetensors
     "$kvpack" eval "$dump" --backend cpu --format "4-bit per channel" --report target/report-pages/a >/dev/null
     "$kvpack" bench --quick --backend cpu --shape g1-b1-4k --footprint 1 --json >target/report-pages/b.json
     "$kvpack" check --backend cpu --quick --filter format- --json >target/report-pages/c.json

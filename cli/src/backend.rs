@@ -15,16 +15,16 @@ use crate::print::note;
 /// Options that choose the backend.
 #[derive(clap::Args)]
 pub struct BackendArgs {
-    /// Run on the CPU, through wgpu or through CUDA [default: wgpu where there is an adapter, otherwise the CPU].
+    /// Run on the CPU, through wgpu or through CUDA [default: wgpu where there is a GPU, otherwise the CPU].
     #[arg(long, value_enum, value_name = "cpu|wgpu|cuda", hide_possible_values = true)]
     backend: Option<BackendName>,
     /// Part of the adapter's name; takes precedence over WGPU_ADAPTER_NAME.
     #[arg(long, value_name = "NAME")]
     adapter: Option<String>,
-    /// Force the kernels to those of a less capable device [default: the best that the adapter has].
+    /// Use only kernels for devices with these capabilities [default: the best that the adapter has].
     #[arg(long, value_enum)]
     path: Option<PathName>,
-    /// Whether shaders carry the run-time checks of wgpu [default: trusted].
+    /// Which run-time checks wgpu adds to shaders [default: trusted].
     #[arg(long, value_enum)]
     checks: Option<ChecksName>,
 }
@@ -40,23 +40,23 @@ enum BackendName {
 /// What the kernels may use of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum PathName {
-    /// What every WebGPU device has.
+    /// What every WebGPU device has
     Floor,
-    /// And 16-bit floats.
+    /// Floor plus 16-bit floats
     F16,
-    /// And subgroup operations.
+    /// F16 plus subgroup operations
     Subgroups,
-    /// And cooperative matrices.
+    /// Subgroups plus cooperative matrices
     Matrices,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ChecksName {
-    /// None: kernels stay in bounds by themselves.
+    /// No checks: the kernels are shown to stay in bounds
     Trusted,
-    /// Clamped indices.
+    /// Indices are clamped
     Indices,
-    /// All that wgpu inserts: slower.
+    /// All checks that wgpu can insert: slower
     Safe,
 }
 
@@ -95,8 +95,8 @@ fn nvidia_driver() -> String {
 }
 
 impl BackendArgs {
-    /// Opens the backend that the options ask for, and says on standard error what was chosen where that is no
-    /// matter of course.
+    /// Opens the backend that the options ask for. Without a GPU that is the CPU backend, which computes the same as a
+    /// software driver on the same processor, only faster; standard error says so.
     ///
     /// # Errors
     /// When the options contradict each other or ask for what is not there.
@@ -112,16 +112,30 @@ impl BackendArgs {
                 Ok(Chosen::Cuda(Cuda::open(0, KernelCache::of_user())?))
             }
             Some(BackendName::Wgpu) => Ok(Chosen::Wgpu(self.open_wgpu()?)),
-            None if self.names_a_gpu() || !block_on(adapters())?.is_empty() => Ok(Chosen::Wgpu(self.open_wgpu()?)),
+            None if self.names_an_adapter() => Ok(Chosen::Wgpu(self.open_wgpu()?)),
             None => {
-                note!("This machine has no GPU adapter: running on the CPU backend.");
+                let adapters = block_on(adapters())?;
+                let is_software = |adapter: &wgpu::Adapter| adapter.get_info().device_type == wgpu::DeviceType::Cpu;
+                if !adapters.iter().all(is_software) {
+                    return Ok(Chosen::Wgpu(self.open_wgpu()?));
+                }
+                match adapters.first() {
+                    None => note!("This machine has no GPU adapter: running on the CPU backend."),
+                    Some(adapter) => note!(
+                        "This machine has no GPU: running on the CPU backend, which is faster than the software driver \
+                         {} (--backend wgpu).",
+                        adapter.get_info().name
+                    ),
+                }
                 Ok(Chosen::Cpu(Cpu::new()))
             }
         }
     }
 
-    fn names_a_gpu(&self) -> bool {
-        self.adapter.is_some() || self.path.is_some() || self.checks.is_some()
+    /// Whether an option or the environment asks for an adapter, be it a software one.
+    fn names_an_adapter(&self) -> bool {
+        let by_name = std::env::var_os("WGPU_ADAPTER_NAME").is_some_and(|name| !name.is_empty());
+        by_name || self.adapter.is_some() || self.path.is_some() || self.checks.is_some()
     }
 
     /// Which of the options change what is measured.
@@ -141,7 +155,7 @@ impl BackendArgs {
         ];
         if let Some((_, option)) = given.into_iter().find(|(given, _)| *given) {
             bail!(
-                "{option} is about wgpu's adapters and means nothing with --backend {backend}; leave one of the two out"
+                "{option} applies to wgpu's adapters and has no effect with --backend {backend}; leave one of the two out"
             );
         }
         Ok(())
@@ -161,7 +175,7 @@ impl BackendArgs {
         let wgpu = wgpu.with_matrices(&adapter).restricted_to(path);
         if self.path.is_some() && wgpu.capabilities().path() != path {
             bail!(
-                "--path {path}: '{}' only has what the path {} needs; leave --path out or name a lesser one",
+                "--path {path}: '{}' only has what the path {} needs; leave --path out or name a lower one",
                 adapter.get_info().name,
                 wgpu.capabilities().path()
             );

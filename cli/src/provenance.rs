@@ -7,6 +7,9 @@ use kvpack_report::{Run, utc};
 /// The commit that this command was built from; see build.rs.
 const COMMIT: Option<&str> = option_env!("KVPACK_BUILT_FROM");
 
+/// What `--version` prints: the version, and the commit where it is known.
+pub const VERSION: &str = env!("KVPACK_VERSION");
+
 /// This run, which uses `driver` and discards rows that are guarded below `tolerance`, a fraction.
 pub fn run(driver: String, tolerance: Option<f64>) -> Run {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

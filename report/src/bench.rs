@@ -1,9 +1,10 @@
 //! What a benchmark measured, in the JSON that `kvpack bench --json` and the page in the browser write.
 
+use kvpack::AttentionShape;
 use kvpack::conformance::{BatchFormat, DecodeShape};
 use serde::{Deserialize, Serialize};
 
-use crate::Run;
+use crate::{Run, recipes};
 
 /// A whole run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -48,6 +49,9 @@ pub struct ShapeReport {
 pub struct BenchRow {
     /// The format.
     pub format: String,
+    /// The recipe that packs in this format, where one does.
+    #[serde(default)]
+    pub recipe: Option<String>,
     /// The formats of the parts that sequences are stored in; a single one where they are whole.
     pub parts: Vec<String>,
     /// Normalised mean square error against f64 over the stored data, from the check before the timing; none where
@@ -98,6 +102,9 @@ pub struct Figures {
     pub launches: Vec<String>,
     /// Microseconds of a whole step, the median.
     pub step_us: f64,
+    /// How far the samples lie apart; none in reports of older builds.
+    #[serde(default)]
+    pub spread: Option<Spread>,
     /// 10⁹ bytes per second of the bytes that must be read.
     pub gigabytes_per_second: f64,
     /// 10⁹ bytes per second at which the device reads memory, the best reading around the rows of the shape.
@@ -126,9 +133,52 @@ pub struct StepTimes {
     pub launches: Vec<String>,
     /// Seconds of a step, the median.
     pub seconds: f64,
+    /// How far the samples lie apart.
+    pub spread: Spread,
+}
+
+impl StepTimes {
+    /// The times of some samples, in seconds, of which there is at least one.
+    pub fn new(timer: &'static str, launches: Vec<String>, mut samples: Vec<f64>) -> Self {
+        samples.sort_by(f64::total_cmp);
+        let at = |share: f64| samples.get((samples.len() as f64 * share) as usize).copied().unwrap_or(f64::NAN);
+        let spread = Spread { samples: samples.len(), low_us: at(0.25) * 1e6, high_us: at(0.75) * 1e6 };
+        Self { timer, launches, seconds: at(0.5), spread }
+    }
+}
+
+/// How far the samples of a figure lie apart: half of them are between its quartiles.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Spread {
+    /// How many there are. A sample may be the mean of several steps.
+    pub samples: usize,
+    /// The lower quartile, in microseconds.
+    pub low_us: f64,
+    /// The upper quartile, in microseconds.
+    pub high_us: f64,
+}
+
+impl Spread {
+    /// Half of the distance between the quartiles, in percent of `middle_us`.
+    pub fn percent_of(&self, middle_us: f64) -> f64 {
+        (self.high_us - self.low_us) / 2.0 / middle_us * 100.0
+    }
 }
 
 impl ShapeReport {
+    /// The step in words.
+    pub fn described(&self) -> String {
+        format!(
+            "{} sequence{} of {} tokens, {} query heads over {} KV heads × {}",
+            self.sequences,
+            if self.sequences == 1 { "" } else { "s" },
+            self.tokens,
+            self.query_heads,
+            self.kv_heads,
+            self.head_dim
+        )
+    }
+
     /// The rows of a shape, `plain_seconds` beside them where the step was timed over plain f32 rows too.
     pub fn new(decode: &DecodeShape, plain_seconds: Option<f64>, rows: Vec<BenchRow>) -> Self {
         Self {
@@ -150,12 +200,26 @@ pub fn parts_of(format: &BatchFormat) -> Vec<String> {
     format.parts_alone().map(|part| part.to_string()).collect()
 }
 
+/// The recipe that stores whole sequences in this format.
+pub fn recipe_of(format: &BatchFormat, shape: &AttentionShape) -> Option<String> {
+    match format.parts() {
+        [part] => recipes::of_format(&part.format, shape),
+        _ => None,
+    }
+}
+
 impl BenchRow {
+    /// What the row is called: its recipe, or its format where no recipe has it.
+    pub fn name(&self) -> &str {
+        self.recipe.as_deref().unwrap_or(&self.format)
+    }
+
     /// A format that did not fit.
-    pub fn skipped(format: &BatchFormat, error: &kvpack::Error) -> Self {
+    pub fn skipped(format: &BatchFormat, shape: &AttentionShape, error: &kvpack::Error) -> Self {
         let outcome = RowOutcome::Skipped { reason: error.to_string() };
         Self {
             format: format.to_string(),
+            recipe: recipe_of(format, shape),
             parts: parts_of(format),
             nmse: None,
             nmse_int16: None,
@@ -174,6 +238,7 @@ impl Figures {
             timer: times.timer.into(),
             launches: times.launches,
             step_us: times.seconds * 1e6,
+            spread: Some(times.spread),
             gigabytes_per_second: rate / 1e9,
             read_gigabytes_per_second: None,
             percent_of_read: None,
@@ -185,10 +250,14 @@ impl Figures {
 }
 
 impl RowOutcome {
-    /// Puts the figures beside the bandwidth of a device that reads `read` bytes per second. What contradicts it has no
-    /// figures any more.
-    pub fn beside(&mut self, read: f64) {
+    /// Compares the figures with the bandwidth of the device, in bytes per second; `None` where its readings contradict
+    /// each other. A row that contradicts the bandwidth loses its figures.
+    pub fn compare_with(&mut self, read: Option<f64>) {
         let Self::Timed(figures) = self else { return };
+        let Some(read) = read else {
+            (figures.read_gigabytes_per_second, figures.percent_of_read) = (None, None);
+            return;
+        };
         let percent = figures.gigabytes_per_second * 1e11 / read;
         if percent > MOST_PERCENT_OF_READ {
             let reason = format!(
@@ -201,6 +270,24 @@ impl RowOutcome {
         } else {
             figures.read_gigabytes_per_second = Some(read / 1e9);
             figures.percent_of_read = Some(percent);
+        }
+    }
+
+    /// What came of the row, in a word.
+    pub const fn word(&self) -> &'static str {
+        match self {
+            Self::Timed(_) => "timed",
+            Self::Wrong { .. } => "wrong",
+            Self::Skipped { .. } => "skipped",
+            Self::Discarded { .. } => "discarded",
+        }
+    }
+
+    /// Why there are no figures.
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Timed(_) => None,
+            Self::Wrong { reason } | Self::Skipped { reason } | Self::Discarded { reason, .. } => Some(reason),
         }
     }
 
@@ -218,21 +305,29 @@ mod tests {
     use super::*;
 
     fn timed(bytes: u64, seconds: f64) -> RowOutcome {
-        let times = StepTimes { timer: "wall clock", launches: Vec::new(), seconds };
+        let times = StepTimes::new("wall clock", Vec::new(), vec![seconds]);
         RowOutcome::Timed(Figures::new(times, bytes))
+    }
+
+    #[test]
+    fn half_of_the_samples_are_between_the_quartiles() {
+        let times = StepTimes::new("clock", Vec::new(), (1..=100).rev().map(f64::from).collect());
+        assert_eq!((times.seconds, times.spread.samples), (51.0, 100));
+        assert_eq!((times.spread.low_us, times.spread.high_us), (26e6, 76e6));
+        assert_eq!(times.spread.percent_of(50e6), 50.0);
     }
 
     #[test]
     fn a_row_above_the_bandwidth_has_no_figures() {
         let mut row = timed(4_500, 1e-6);
-        row.beside(4.5e9);
+        row.compare_with(Some(4.5e9));
         assert_eq!(row.figures().and_then(|figures| figures.percent_of_read), Some(100.0));
         // Seen: 189 %, because the bandwidth was read on a sleeping device.
         let mut row = timed(4_250, 0.5e-6);
-        row.beside(4.5e9);
+        row.compare_with(Some(4.5e9));
         assert!(matches!(&row, RowOutcome::Discarded { reason, .. } if reason.contains("189 %")), "{row:?}");
         let mut row = timed(4_540, 1e-6);
-        row.beside(4.5e9);
+        row.compare_with(Some(4.5e9));
         assert!(row.figures().is_some(), "readings agree within one percent");
     }
 }

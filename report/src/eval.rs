@@ -56,6 +56,9 @@ pub struct LayerReport {
 pub struct FormatRow {
     /// The format.
     pub format: String,
+    /// The recipe that packs in this format, where one does.
+    #[serde(default)]
+    pub recipe: Option<String>,
     /// Relative L2 error of the attention outputs, without calibration.
     pub error: f64,
     /// Squared error of the packed keys and values themselves, relative to their squares.
@@ -88,6 +91,9 @@ pub struct CalibratedRow {
 pub struct SummaryRow {
     /// The format.
     pub format: String,
+    /// The recipe that packs in this format, where one does.
+    #[serde(default)]
+    pub recipe: Option<String>,
     /// Mean of the layers' errors.
     pub mean_error: f64,
     /// The largest of them.
@@ -122,7 +128,19 @@ pub fn summarize(layers: &[LayerReport]) -> Vec<SummaryRow> {
     order.into_iter().map(|format| SummaryRow::new(format, &rows[format])).collect()
 }
 
+impl FormatRow {
+    /// What the row is called: its recipe, or its format where no recipe has it.
+    pub fn name(&self) -> &str {
+        self.recipe.as_deref().unwrap_or(&self.format)
+    }
+}
+
 impl SummaryRow {
+    /// What the row is called: its recipe, or its format where no recipe has it.
+    pub fn name(&self) -> &str {
+        self.recipe.as_deref().unwrap_or(&self.format)
+    }
+
     fn new(format: &str, rows: &[&FormatRow]) -> Self {
         let calibrated: Vec<(f64, f64)> =
             rows.iter().filter_map(|row| Some((row.error, row.calibrated.as_ref()?.error))).collect();
@@ -132,6 +150,7 @@ impl SummaryRow {
         let bits_per_element = bytes as f64 * 8.0 / elements;
         Self {
             format: format.into(),
+            recipe: rows.first().and_then(|row| row.recipe.clone()),
             mean_error: mean(rows.iter().map(|row| row.error)),
             worst_error: rows.iter().map(|row| row.error).fold(0.0, f64::max),
             mean_calibrated_error: (!calibrated.is_empty()).then(|| mean(calibrated.iter().map(|(_, error)| *error))),

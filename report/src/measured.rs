@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::{BenchReport, ConformanceReport, DocumentsReport, EvalReport, ModelReport, PeersReport};
+use crate::{BenchReport, ConformanceReport, DocumentsReport, EvalReport, ModelReport, PeersReport, SuiteReport};
 
 /// What a file holds, by its field `kind`.
 #[derive(Clone, Debug, Deserialize)]
@@ -20,13 +20,23 @@ pub enum Measured {
     Check(ConformanceReport),
     /// `scripts/peers.py`.
     Peers(PeersReport),
+    /// `kvpack bench --suite append`.
+    Append(SuiteReport),
+    /// `kvpack bench --suite causal`.
+    Causal(SuiteReport),
+    /// `kvpack bench --suite chunks`.
+    Chunks(SuiteReport),
+    /// `kvpack bench --suite evict`.
+    Evict(SuiteReport),
+    /// `kvpack bench --suite step`.
+    Step(SuiteReport),
 }
 
 /// Why a text is none of them.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "this is no report of kvpack that can be read (what `check`, `eval` without --precision, `bench` of steps and \
-     scripts/peers.py write, one or a list of them)"
+    "this is not a report that kvpack reads: the JSON of `check`, `eval` without --precision, `bench` or \
+     scripts/peers.py, one or a list of them"
 )]
 pub struct ReadError(#[from] serde_json::Error);
 

@@ -2,8 +2,41 @@
 
 use std::fmt::Write;
 
-use kvpack::AttentionShape;
 use kvpack::cache::{EVICTIONS, METHODS, ModelRecipe};
+use kvpack::{AttentionShape, SegmentFormat};
+
+/// The recipe, without options, whose packed tokens have this format; none where no method has it. A rotation may have
+/// another order than the recipe's: steps are timed with one that divides every head.
+pub fn of_format(format: &SegmentFormat, shape: &AttentionShape) -> Option<String> {
+    let of_heads = |shape: &AttentionShape| {
+        let recipes = ModelRecipe::all().into_iter();
+        recipes.map(|recipe| (recipe.layer(0, shape).packed().format, recipe.to_string())).collect::<Vec<_>>()
+    };
+    let smallest = AttentionShape::new(1, 1, 64).ok()?;
+    let known = [of_heads(shape), of_heads(&smallest)].concat();
+    known.into_iter().find(|(packed, _)| packed == format).map(|(_, recipe)| recipe)
+}
+
+/// The format that a recipe packs in, for commands that take formats or recipes.
+///
+/// # Errors
+/// When the text is no recipe, or says more than a format does.
+pub fn format_of(text: &str, shape: &AttentionShape) -> kvpack::Result<SegmentFormat> {
+    let recipe: ModelRecipe = text.parse()?;
+    if text.contains('+') {
+        let reason = "a format has no options; name the method alone".into();
+        return Err(kvpack::Error::Recipe { given: text.into(), reason });
+    }
+    Ok(recipe.plain()?.layer(0, shape).packed().format)
+}
+
+/// Why a text is no recipe with a format of its own, in brackets behind a space; nothing where it does not look like
+/// one.
+pub fn reason(text: &str) -> String {
+    let looks_like_one = !text.contains(' ') && text.starts_with(|c: char| c.is_ascii_alphabetic());
+    let error = AttentionShape::new(1, 1, 64).and_then(|shape| format_of(text, &shape)).err();
+    error.filter(|_| looks_like_one).map_or_else(String::new, |error| format!(" ({error})"))
+}
 
 /// Every method with its bits, and every policy that may stand before it, in Markdown. Bits are those of an element of
 /// a packed page with its ranges, in heads of 128 channels.
@@ -48,6 +81,19 @@ fn linked(source: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn formats_have_the_names_of_their_recipes() {
+        let shape = AttentionShape::new(32, 8, 128).unwrap();
+        for recipe in ModelRecipe::all() {
+            let format = format_of(&recipe.to_string(), &shape).unwrap();
+            assert_eq!(of_format(&format, &shape), Some(recipe.to_string()));
+        }
+        let named =
+            kvpack::conformance::decode_formats().into_iter().filter(|format| of_format(format, &shape).is_some());
+        assert!(named.count() >= 15);
+        assert_eq!(of_format(&SegmentFormat::per_channel(kvpack::Bits::One), &shape), None, "not shrunk");
+    }
 
     #[test]
     fn every_method_and_policy_has_a_row() {

@@ -60,9 +60,7 @@ impl Device {
             match measured {
                 Measured::Bench(report) => device.reports.push(report),
                 Measured::Peers(report) => device.peers.push(report),
-                Measured::Eval(_) | Measured::Model(_) | Measured::Documents(_) | Measured::Check(_) => {
-                    return Err(TableError::NoTiming);
-                }
+                _ => return Err(TableError::NoTiming),
             }
         }
         let mut commits = BTreeSet::new();

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::Recipe;
 use super::evictions::Eviction;
-use super::parsed::Parsed;
+use super::parsed::{Parsed, did_you_mean};
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 
 /// A named method of recipes: a published one, or a baseline.
@@ -142,8 +142,9 @@ impl Choice {
         };
         let method = METHODS.iter().find(|method| method.name == name).ok_or_else(|| {
             let names: Vec<&str> = METHODS.iter().map(|method| method.name).collect();
+            let near = did_you_mean(name, names.iter().copied().chain(["cocktail"]));
             format!(
-                "there is no method '{name}'; the methods are {}, and before a '/' those that evict tokens: {}",
+                "there is no method '{name}'{near}; the methods are {}, and before a '/' those that evict tokens: {}",
                 names.join(", "),
                 Eviction::names()
             )

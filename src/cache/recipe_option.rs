@@ -1,7 +1,7 @@
 //! Options of recipes in text: `window=256`, `centre`, `store=kivi:2`.
 
 use super::methods::Choice;
-use super::parsed::Parsed;
+use super::parsed::{Parsed, did_you_mean};
 use super::{Appended, Recipe};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Calibration};
@@ -55,10 +55,36 @@ fn further_store(value: &str) -> Parsed<Choice> {
     if choice.is_f16() { Err("store=f16: every recipe has an f16 store".into()) } else { Ok(choice) }
 }
 
-/// What to say where there is no such option.
+/// Every option, with the value that it takes.
+const OPTIONS: [(&str, Option<&str>); 10] = [
+    ("window", Some("window=128")),
+    ("sink", Some("sink=128")),
+    ("tau", Some("tau=0,3")),
+    ("query", Some("query=int8")),
+    ("centre", None),
+    ("store", Some("store=kivi:2")),
+    ("layers", Some("layers=0,1:f16")),
+    ("merge", Some("merge=averaged")),
+    ("text", Some("text=raised")),
+    ("every", Some("every=512")),
+];
+
+/// The message for an option that stands without a value.
+pub(super) fn option_without_value(name: &str) -> String {
+    match OPTIONS.iter().find(|(known, _)| *known == name) {
+        Some((_, Some(example))) => format!("{name} needs a value, as in {example}"),
+        _ => unknown_option(name),
+    }
+}
+
+/// The message for a name that is no option.
 pub(super) fn unknown_option(name: &str) -> String {
+    if name == "centre" || name == "center" {
+        return format!("{name} takes no value");
+    }
+    let near = did_you_mean(name, OPTIONS.iter().map(|(known, _)| *known));
     format!(
-        "there is no option '{name}'; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
+        "there is no option '{name}'{near}; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
          centre, store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted, \
          text=equal|raised|stays and every=TOKENS"
     )

@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-use super::evictions::{Eviction, EvictionOption};
+use super::evictions::{EVICTIONS, Eviction, EvictionOption};
 use super::methods::Choice;
 use super::mixture::Mixture;
-use super::parsed::Parsed;
-use super::recipe_option::{RecipeOption, unknown_option};
+use super::parsed::{Parsed, did_you_mean};
+use super::recipe_option::{RecipeOption, option_without_value};
 use super::{MOST_STORES, Recipe};
 use crate::format::AttentionShape;
 use crate::policy::Policy;
@@ -199,15 +199,16 @@ impl FromStr for ModelRecipe {
 }
 
 fn parse(text: &str) -> Parsed<ModelRecipe> {
-    let mut parts = text.split('+');
-    let (policy, base) = policy_and_base(parts.next().unwrap_or_default())?;
-    let mut recipe = ModelRecipe::new(text.into(), policy, base);
-    for part in parts {
+    // Both spellings are read, and one is kept: a recipe has one text.
+    let parts: Vec<&str> = text.split('+').map(|part| if part == "center" { "centre" } else { part }).collect();
+    let (policy, base) = policy_and_base(parts[0])?;
+    let mut recipe = ModelRecipe::new(parts.join("+"), policy, base);
+    for &part in &parts[1..] {
         if part == "centre" {
             recipe.options.push(RecipeOption::Centre);
             continue;
         }
-        let (name, value) = part.split_once('=').ok_or_else(|| unknown_option(part))?;
+        let (name, value) = part.split_once('=').ok_or_else(|| option_without_value(part))?;
         match (name, EvictionOption::parse(name, value)) {
             ("layers", _) => recipe.layers.extend(layer_choices(value)?),
             (_, None) => recipe.options.push(RecipeOption::parse(name, value)?),
@@ -239,7 +240,11 @@ fn policy_and_base(text: &str) -> Parsed<(Option<Policy>, Base)> {
         None if Eviction::parse(text).is_some() => (text, "f16"),
         None => return Ok((None, Base::Method(Choice::parse(text)?))),
     };
-    let unknown = || format!("there is no policy '{policy}'; the policies are {}", Eviction::names());
+    let unknown = || {
+        let name = policy.split(':').next().unwrap_or(policy);
+        let near = did_you_mean(name, EVICTIONS.iter().map(|eviction| eviction.name));
+        format!("there is no policy '{policy}'{near}; the policies are {}", Eviction::names())
+    };
     Ok((Some(Eviction::parse(policy).ok_or_else(unknown)??), Base::Method(Choice::parse(method)?)))
 }
 
@@ -407,6 +412,12 @@ mod tests {
     }
 
     #[test]
+    fn both_spellings_of_centre_are_one_recipe() {
+        let recipe: ModelRecipe = "int4+center+sink=128".parse().unwrap();
+        assert_eq!(recipe.to_string(), "int4+centre+sink=128");
+    }
+
+    #[test]
     fn errors_say_what_is_allowed() {
         for (text, part) in [
             ("vlcache", "vlcache:SHARE"),
@@ -450,7 +461,16 @@ mod tests {
             ("kivi:2+store=f16", "every recipe has an f16 store"),
             ("kivi:2+centre", "ranges of their own for every channel"),
             ("int4+centre+layers=3:calibquant:2", "ranges of their own for every channel"),
-            ("int4+centre=3", "the options are window"),
+            ("int4+centre=3", "centre takes no value"),
+            ("saw-in4", "did you mean saw-int4?"),
+            ("kiwi:2", "did you mean kivi?"),
+            ("coctail", "did you mean cocktail?"),
+            ("lokm:0.2/int4", "did you mean lookm?"),
+            ("int4+windw=3", "did you mean window?"),
+            ("int4+sinks=3", "did you mean sink?"),
+            ("int4+sink", "sink needs a value, as in sink=128"),
+            ("int4+tau", "tau needs a value"),
+            ("int4+centr", "did you mean centre?"),
             ("kivi:2+layers=0", "layers and a method"),
             ("kivi:2+layers=x:f16", "layers and a method"),
             ("kivi:2+layers=0:f16+layers=0:int8", "named twice"),

@@ -75,6 +75,20 @@ impl Kind {
         Self::Chunks,
     ];
 
+    /// The name that [`Kind::from_str`] reads.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Attention => "attention",
+            Self::States => "states",
+            Self::Packing => "packing",
+            Self::Statistics => "statistics",
+            Self::TokenScores => "token-scores",
+            Self::TopK => "top-k",
+            Self::Eviction => "eviction",
+            Self::Chunks => "chunks",
+        }
+    }
+
     /// What is checked, in a sentence for people.
     pub const fn description(self) -> &'static str {
         match self {
@@ -100,16 +114,7 @@ impl Kind {
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Attention => "attention",
-            Self::States => "states",
-            Self::Packing => "packing",
-            Self::Statistics => "statistics",
-            Self::TokenScores => "token-scores",
-            Self::TopK => "top-k",
-            Self::Eviction => "eviction",
-            Self::Chunks => "chunks",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -117,8 +122,8 @@ impl FromStr for Kind {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        Self::ALL.into_iter().find(|kind| kind.to_string() == text).ok_or_else(|| {
-            let kinds: Vec<String> = Self::ALL.iter().map(Self::to_string).collect();
+        Self::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
+            let kinds = Self::ALL.map(Self::name);
             format!("there is no kind '{text}'; the kinds are {}", kinds.join(", "))
         })
     }

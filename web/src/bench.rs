@@ -7,8 +7,8 @@ use kvpack::plan::{AttendPlan, ElementType};
 use kvpack::wgpu::measure::{self, Clock, Encode, Repeats};
 use kvpack::wgpu::{AttendStep, AttendTensors, Launches, Scratch, Store, Tensor, Wgpu};
 use kvpack::{Backend, Error, Result, SegmentFormat};
-use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport, StepTimes, parts_of};
-use web_time::Instant;
+use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport, StepTimes, parts_of, recipe_of};
+use web_time::{Duration, Instant};
 
 /// The shapes that the page offers, largest first: those of `kvpack bench` whose data a page can make and hold.
 const SHAPES: [&str; 4] = ["g4-b32-8k", "g3-d64-b8-8k", "g4-b1-4k", "g1-b1-4k"];
@@ -104,7 +104,7 @@ impl<B: Timed> Bench<B> {
         let format = BatchFormat::from(format);
         let row = match self.measured(backend, &format).await {
             Err(error @ (Error::Limit { .. } | Error::OutOfMemory { .. } | Error::Unsupported { .. })) => {
-                BenchRow::skipped(&format, &error)
+                BenchRow::skipped(&format, &self.data.decode.shape, &error)
             }
             row => row?,
         };
@@ -121,15 +121,18 @@ impl<B: Timed> Bench<B> {
             true => {
                 let times = backend.time_steps(&workload, &self.data).await?;
                 let mut figures = Figures::new(times, workload.step_bytes);
-                let f16 = self.report.shapes[0].rows.first().and_then(|row| row.outcome.figures());
+                // Only f16 itself is what the others are compared with, whatever was measured first.
+                let f16 = self.report.shapes[0].rows.iter().find(|row| row.format == SegmentFormat::F16.to_string());
+                let f16 = f16.and_then(|row| row.outcome.figures());
                 figures.times_f16 = f16.map(|f16| f16.step_us / figures.step_us);
                 let mut outcome = RowOutcome::Timed(figures);
-                outcome.beside(self.read);
+                outcome.compare_with(Some(self.read));
                 outcome
             }
         };
         Ok(BenchRow {
             format: format.to_string(),
+            recipe: recipe_of(format, &self.data.decode.shape),
             parts: parts_of(format),
             nmse: checked.accuracy.map(|accuracy| accuracy.error.nmse),
             nmse_int16: None,
@@ -169,14 +172,12 @@ impl Timed for Wgpu {
         let together = (MEASUREMENT / first.median().as_secs_f64().max(1e-6)).ceil() as usize;
         let repeats = Repeats { warm_up: 1, timed: MEASUREMENTS, together: together.clamp(1, MOST_TOGETHER) };
         let timing = measure::time(self, &work, repeats).await?;
-        Ok(StepTimes {
-            timer: match timing.clock {
-                Clock::Gpu => "GPU timestamps",
-                Clock::Wall => "wall clock",
-            },
-            launches: steps.swap_remove(0).labels,
-            seconds: timing.median().as_secs_f64(),
-        })
+        let timer = match timing.clock {
+            Clock::Gpu => "GPU timestamps",
+            Clock::Wall => "wall clock",
+        };
+        let samples = timing.sorted.iter().map(Duration::as_secs_f64).collect();
+        Ok(StepTimes::new(timer, steps.swap_remove(0).labels, samples))
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {
@@ -228,8 +229,7 @@ impl Timed for Cpu {
             self.attend(plan, &stores, data.queries(), AttendOptions::default()).await?;
             seconds.push(start.elapsed().as_secs_f64());
         }
-        seconds.sort_by(f64::total_cmp);
-        Ok(StepTimes { timer: "wall clock", launches: Vec::new(), seconds: seconds[MEASUREMENTS / 2] })
+        Ok(StepTimes::new("wall clock", Vec::new(), seconds))
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {

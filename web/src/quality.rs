@@ -1,4 +1,4 @@
-//! Quality: what packing costs on real keys and values, those in `data/smollm2_kv.safetensors`.
+//! Quality: what packing costs on real keys and values, those in `cli/data/smollm2_kv.safetensors`.
 
 use half::f16;
 use kvpack::cache::PromptSpan;
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn fewer_bits_are_smaller_and_lose_more() {
-        let file = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/smollm2_kv.safetensors")).unwrap();
+        let file = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../cli/data/smollm2_kv.safetensors")).unwrap();
         let cpu = Cpu::new();
         let mut quality = pollster::block_on(Quality::new(&cpu, &file)).unwrap();
         for format in [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Eight), SegmentFormat::calibquant(Bits::Two)]

@@ -16,11 +16,12 @@ use crate::model::{Attention, CHUNK_TOKENS, Chunk, ExactAttention, Model};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
-/// Runs a GGUF model over a text with full-precision attention and writes what its attention layers saw, as f16, in the
-/// format that `kvpack eval` reads.
+/// Write a dump for `kvpack eval`: keys, values and queries of a GGUF model over a text.
 ///
-/// The first --tokens tokens of the text are the prompt, whose keys and values are written, with the queries of its
-/// last --queries tokens; the queries of as many tokens after the prompt are the decode queries.
+/// The model runs with full-precision attention. The dump holds f16 in the format that `kvpack eval --help` describes.
+/// The first --tokens tokens of the text are the prompt: the dump gets their keys and values, and the queries of the
+/// last --queries of them. The queries of the next --queries tokens are the decode queries. The same model, text and
+/// options give the same bytes.
 #[derive(clap::Args)]
 pub struct CaptureArgs {
     /// The dump to write.
@@ -28,7 +29,7 @@ pub struct CaptureArgs {
     /// A GGUF file; scripts/fetch-model.sh fetches the default.
     #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
     model: PathBuf,
-    /// The text [default: the chapter that kvpack brings].
+    /// The text [default: the bundled chapters of Alice in Wonderland].
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
     /// Layers to write [default: the first, the middle and the last].
@@ -73,6 +74,7 @@ pub fn run(args: &CaptureArgs) -> Result<Outcome> {
     output.write(&capture.dump(&model, &text.name)?)?;
     output.commit()?;
     say!("wrote {} tokens of layers {layers:?} to {}", args.tokens, args.output.display())?;
+    say!("next: kvpack eval {}", args.output.display())?;
     Ok(Outcome::Passed)
 }
 

@@ -1,9 +1,13 @@
 //! `kvpack check`: is this device right?
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 
 use anyhow::{Result, bail};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::ProgressBar;
 use kvpack::conformance::{self, Accuracy, Check, Kind, Report, Support};
 use kvpack::{AttentionShape, Backend};
@@ -14,30 +18,48 @@ use crate::outcome::Outcome;
 use crate::print::{self, say};
 use crate::provenance;
 
-/// Runs the conformance checks: attention against f64, everything else against the CPU reference.
+/// Check that the kernels are right on this device; exit code 1 if any is not.
+///
+/// Attention is compared with f64 over the stored data, everything else with the CPU reference. By default the checks
+/// cover every kernel once. --all runs every case: all shapes, formats and edge cases, which takes much longer. Rows are
+/// printed as they end. Several checks run at once, because most of their time is spent in the compiler of the driver.
 #[derive(clap::Args)]
 pub struct CheckArgs {
     #[command(flatten)]
     backend: BackendArgs,
-    /// Only the checks that cover every kernel once.
+    /// Run every case instead of those that cover every kernel once.
     #[arg(long)]
+    all: bool,
+    /// The default.
+    #[arg(long, hide = true, conflicts_with = "all")]
     quick: bool,
-    /// Only the checks of this kind: attention, states, packing, statistics, top-k, eviction, chunks.
-    #[arg(long)]
+    /// Only the checks of this kind.
+    #[arg(long, value_parser = kinds())]
     kind: Option<Kind>,
     /// Only the checks whose name contains this.
     #[arg(long, value_name = "TEXT")]
     filter: Option<String>,
-    /// Only one of so many equal parts of these checks (1/4, 2/4, ...), for processes side by side.
-    #[arg(long, value_name = "PART/PARTS", default_value = "1/1", hide_default_value = true)]
+    /// Run part N of M of these checks (1/4, 2/4, …), for parallel jobs.
+    #[arg(long, value_name = "N/M", default_value = "1/1", hide_default_value = true)]
     part: Part,
+    /// How many checks run at once [default: one per core, at most 16; 1 with --backend cuda].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    jobs: Option<u16>,
     /// Print which formats the backend serves and by which arithmetic, and check nothing.
-    #[arg(long, conflicts_with_all = ["quick", "kind", "filter", "part"])]
+    #[arg(long, conflicts_with_all = ["all", "quick", "kind", "filter", "part", "jobs"])]
     matrix: bool,
-    /// Print JSON, which `kvpack compare` makes a matrix of adapters and formats of.
+    /// Print JSON, which `kvpack compare` turns into a matrix of adapters and formats.
     #[arg(long, conflicts_with = "matrix")]
     json: bool,
 }
+
+/// The kinds by name, so that help lists them and a misspelt one gets a suggestion.
+fn kinds() -> impl TypedValueParser<Value = Kind> {
+    PossibleValuesParser::new(Kind::ALL.map(Kind::name)).try_map(|name| name.parse::<Kind>())
+}
+
+/// Most checks at once where nothing else is said: each holds stores on the device.
+const MOST_JOBS: usize = 16;
 
 /// One of several equal parts of a list.
 #[derive(Clone, Copy)]
@@ -77,58 +99,75 @@ pub fn run(args: &CheckArgs) -> Result<Outcome> {
     let checks = args.checks()?;
     let backend = args.backend.open()?;
     let run = provenance::run(backend.driver(), None);
+    let jobs = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_JOBS);
     match &backend {
-        Chosen::Cpu(backend) => args.run_on(backend, checks, run),
-        Chosen::Wgpu(backend) => args.run_on(backend, checks, run),
+        Chosen::Cpu(backend) => args.run_on(backend, checks, (jobs, run)),
+        Chosen::Wgpu(backend) => args.run_on(backend, checks, (jobs, run)),
+        // One stream takes one check after the other.
         #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => args.run_on(backend, checks, run),
+        Chosen::Cuda(backend) => args.run_on(backend, checks, (1, run)),
     }
 }
 
 impl CheckArgs {
     fn checks(&self) -> Result<Vec<Check>> {
         let wanted = |check: &Check| {
-            (check.is_quick() || !self.quick)
+            (check.is_quick() || self.all)
                 && self.kind.is_none_or(|kind| check.kind() == kind)
                 && self.filter.as_ref().is_none_or(|text| check.name().contains(text.as_str()))
         };
         let checks: Vec<Check> = conformance::checks().into_iter().filter(wanted).collect();
         if checks.is_empty() {
             bail!(
-                "no check matches --filter '{}'{}{}; run `kvpack check` without it to see the names",
+                "no check matches --filter '{}'{}; {}",
                 self.filter.as_deref().unwrap_or_default(),
                 self.kind.map_or(String::new(), |kind| format!(" among those of --kind {kind}")),
-                if self.quick { " among those of --quick" } else { "" }
+                if self.all { "`kvpack check --all` prints every name" } else { "--all searches every case" }
             );
         }
         Ok(checks[self.part.of(checks.len())].to_vec())
     }
 
-    fn run_on<B: Backend>(&self, backend: &B, checks: Vec<Check>, run: Run) -> Result<Outcome> {
+    fn run_on<B: Backend + Sync>(&self, backend: &B, checks: Vec<Check>, (jobs, run): (usize, Run)) -> Result<Outcome> {
+        let jobs = self.jobs.map_or(jobs, usize::from);
         match (self.matrix, self.json) {
             (true, _) => print_matrix(backend),
-            (_, true) => check_to_json(backend, checks, run),
-            _ => check(backend, checks),
+            (_, true) => check_to_json(backend, &checks, (jobs, run)),
+            _ => check(backend, &checks, jobs),
         }
     }
 }
 
-fn check_to_json<B: Backend>(backend: &B, checks: Vec<Check>, run: Run) -> Result<Outcome> {
-    let rows = run_all(backend, checks)?.iter().map(Row::reported).collect();
+fn check_to_json<B: Backend + Sync>(backend: &B, checks: &[Check], (jobs, run): (usize, Run)) -> Result<Outcome> {
+    let mut rows = Vec::with_capacity(checks.len());
+    let done = run_all(backend, checks, jobs, |row| {
+        rows.push(row.reported());
+        Ok(())
+    });
     let report = ConformanceReport { backend: backend.name(), run: Some(run), rows };
+    // What was checked is printed, whatever came after it.
     print::json(&report)?;
+    done?;
     Ok(if report.count(CheckOutcome::Failed) == 0 { Outcome::Passed } else { Outcome::Failed })
 }
 
-fn check<B: Backend>(backend: &B, checks: Vec<Check>) -> Result<Outcome> {
+fn check<B: Backend + Sync>(backend: &B, checks: &[Check], jobs: usize) -> Result<Outcome> {
     say!("{} checks on {}", checks.len(), backend.name())?;
-    print_kinds(&checks)?;
-    let rows = run_all(backend, checks)?;
-    print_rows(&rows)?;
-    let unsupported = rows.iter().filter(|row| row.unsupported()).count();
-    let failed = rows.iter().filter(|row| !row.passed()).count() - unsupported;
-    let beside = if unsupported > 0 { format!(", {unsupported} unsupported") } else { String::new() };
-    say!("{} passed, {failed} failed{beside}", rows.len() - failed - unsupported)?;
+    print_kinds(checks)?;
+    let table = RowTable::new(checks);
+    table.heading()?;
+    let (mut passed, mut failed, mut unsupported) = (0, 0, 0);
+    let done = run_all(backend, checks, jobs, |row| {
+        *match (row.passed(), row.unsupported()) {
+            (true, _) => &mut passed,
+            (_, true) => &mut unsupported,
+            _ => &mut failed,
+        } += 1;
+        table.row(&row)
+    });
+    let further = if unsupported > 0 { format!(", {unsupported} unsupported") } else { String::new() };
+    say!("\n{passed} passed, {failed} failed{further}")?;
+    done?;
     Ok(if failed == 0 { Outcome::Passed } else { Outcome::Failed })
 }
 
@@ -181,21 +220,55 @@ fn cell(row: &Support) -> String {
     }
 }
 
-/// Runs all checks. An error of one is its failure, but nothing runs on a lost device.
-fn run_all<B: Backend>(backend: &B, checks: Vec<Check>) -> Result<Vec<Row>> {
+/// Runs all checks, `jobs` at once, and hands their rows on in order, each as soon as those before it are there. An error
+/// of a check is its failure, but nothing more runs on a lost device.
+fn run_all<B: Backend + Sync>(
+    backend: &B,
+    checks: &[Check],
+    jobs: usize,
+    mut each: impl FnMut(Row) -> Result<()>,
+) -> Result<()> {
     let progress = ProgressBar::new(checks.len() as u64).with_style(print::bar());
-    let mut rows = Vec::with_capacity(checks.len());
-    for check in checks {
-        progress.set_message(check.name().to_string());
-        let outcome = pollster::block_on(check.run(backend));
-        if let Err(lost @ kvpack::Error::DeviceLost { .. }) = outcome {
-            bail!("in check {}: {lost}", check.name());
+    let next = AtomicUsize::new(0);
+    let (sender, ended) = mpsc::channel();
+    let done = std::thread::scope(|scope| {
+        for sender in vec![sender; jobs.clamp(1, checks.len().max(1))] {
+            let next = &next;
+            scope.spawn(move || {
+                while let Some((index, check)) = take(next, checks) {
+                    let row = Row { check: check.clone(), outcome: pollster::block_on(check.run(backend)) };
+                    if sender.send((index, row)).is_err() {
+                        break;
+                    }
+                }
+            });
         }
-        rows.push(Row { check, outcome });
-        progress.inc(1);
-    }
+        let mut early = BTreeMap::new();
+        let mut handed_on = 0;
+        for (index, row) in ended {
+            if let Err(lost @ kvpack::Error::DeviceLost { .. }) = &row.outcome {
+                next.store(checks.len(), Ordering::Relaxed);
+                bail!("in check {}: {lost}", row.check.name());
+            }
+            progress.set_message(row.check.name().to_string());
+            progress.inc(1);
+            early.insert(index, row);
+            while let Some(row) = early.remove(&handed_on) {
+                handed_on += 1;
+                // No further check begins when nobody takes its row.
+                progress.suspend(|| each(row)).inspect_err(|_| next.store(checks.len(), Ordering::Relaxed))?;
+            }
+        }
+        Ok(())
+    });
     progress.finish_and_clear();
-    Ok(rows)
+    done
+}
+
+/// The next check that nobody has taken yet.
+fn take<'a>(next: &AtomicUsize, checks: &'a [Check]) -> Option<(usize, &'a Check)> {
+    let index = next.fetch_add(1, Ordering::Relaxed);
+    checks.get(index).map(|check| (index, check))
 }
 
 impl Row {
@@ -233,36 +306,58 @@ impl Row {
     }
 }
 
-fn print_rows(rows: &[Row]) -> Result<()> {
-    let columns = ["check", "of", "NMSE", "worst head", "informative", "limit", ""];
-    let mut table = print::results(&columns, 2);
-    for row in rows {
+/// A table whose rows are printed one by one: its widths are known before.
+struct RowTable {
+    name: usize,
+    subject: usize,
+}
+
+impl RowTable {
+    fn new(checks: &[Check]) -> Self {
+        let longest = |text: fn(&Check) -> String| checks.iter().map(|check| text(check).chars().count()).max();
+        Self {
+            name: longest(|check| check.name().into()).unwrap_or_default().max("check".len()),
+            subject: longest(Check::subject).unwrap_or_default().clamp("of".len(), MOST_SUBJECT),
+        }
+    }
+
+    fn line(&self, [name, subject, nmse, worst, informative, limit, verdict]: [&str; 7]) -> Result<()> {
+        let (width, of) = (self.name, self.subject);
+        Ok(say!("{verdict:<11} {name:<width$} {nmse:>8} {worst:>10} {informative:>11} {limit:>6}  {subject:<of$}")?)
+    }
+
+    fn heading(&self) -> Result<()> {
+        self.line(["check", "of", "NMSE", "worst head", "informative", "limit", ""])
+    }
+
+    fn row(&self, row: &Row) -> Result<()> {
         let accuracy = row.outcome.as_ref().ok().and_then(|report| report.accuracy);
         let number = |part: fn(&Accuracy) -> Option<f64>| {
             accuracy.as_ref().and_then(part).map_or("-".into(), |value| format!("{value:.1e}"))
         };
-        table.add_row([
-            row.check.name().into(),
-            row.check.subject(),
-            number(|accuracy| Some(accuracy.error.nmse)),
-            number(|accuracy| Some(accuracy.error.worst_head)),
-            number(|accuracy| accuracy.error.informative),
-            accuracy.map_or("-".into(), |accuracy| format!("{:.0e}", accuracy.limits.nmse)),
-            match (row.passed(), row.unsupported()) {
-                (true, _) => "ok",
-                (_, true) => "unsupported",
-                _ => "FAILED",
-            }
-            .into(),
-        ]);
+        let verdict = match (row.passed(), row.unsupported()) {
+            (true, _) => "ok",
+            (_, true) => "unsupported",
+            _ => "FAILED",
+        };
+        self.line([
+            row.check.name(),
+            &row.check.subject(),
+            &number(|accuracy| Some(accuracy.error.nmse)),
+            &number(|accuracy| Some(accuracy.error.worst_head)),
+            &number(|accuracy| accuracy.error.informative),
+            &accuracy.map_or("-".into(), |accuracy| format!("{:.0e}", accuracy.limits.nmse)),
+            verdict,
+        ])?;
+        if !row.passed() {
+            say!("{verdict} {}: {}", row.check.name(), row.reason())?;
+        }
+        Ok(())
     }
-    say!("{table}")?;
-    for row in rows.iter().filter(|row| !row.passed()) {
-        let what = if row.unsupported() { "unsupported" } else { "FAILED" };
-        say!("{what} {}: {}", row.check.name(), row.reason())?;
-    }
-    Ok(())
 }
+
+/// Characters that the column of subjects is wide at most; a longer one stands out at the end of its line.
+const MOST_SUBJECT: usize = 60;
 
 #[cfg(test)]
 mod tests {

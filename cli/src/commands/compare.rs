@@ -9,13 +9,14 @@ use crate::files::{self, Replacement};
 use crate::outcome::Outcome;
 use crate::print::say;
 
-/// Puts reports beside each other in one page: devices, builds, or kinds of measurement.
+/// Compare JSON reports of devices, builds or libraries in one HTML page.
 ///
-/// A report is what `check --json`, `eval --json`, `eval --report`, `bench --json` and scripts/peers.py write, or a
-/// list of them; not what the suites append, causal, chunks, evict and step write, nor `eval --precision`.
+/// A report is what `check --json`, `eval --json`, `eval --report`, `bench --json` (every suite), `bench --report` and
+/// scripts/peers.py write, or a list of them. Reports of `eval` and of `bench` together give a plot of quality and
+/// speed.
 #[derive(clap::Args)]
 pub struct CompareArgs {
-    /// The reports, or NAME=FILE to call one by another name than its file's.
+    /// The reports; NAME=FILE gives one a name other than its file's.
     #[arg(required = true, value_name = "[NAME=]FILE")]
     reports: Vec<String>,
     /// The page.
@@ -55,8 +56,8 @@ fn name_and_path(given: &str) -> (String, &Path) {
     }
 }
 
-/// The reports of a file. Benchmarks of one device are one report, however many processes they came from; of several
-/// devices in one file, each says in its name which it is.
+/// The reports of a file. Benchmarks of one device are one report, however many processes they came from. Where one file
+/// has several devices, their names are added.
 fn named_apart(name: &str, reports: Vec<Measured>) -> Vec<(String, Measured)> {
     let mut apart: Vec<(String, Measured)> = Vec::new();
     for report in reports {

@@ -16,23 +16,26 @@ use crate::model::{Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, KeysWat
 use crate::outcome::Outcome;
 use crate::print::{self, note, say};
 
-/// Writes text with a GGUF model whose attention and cache are kvpack's, always taking the likeliest token.
+/// Write text with a GGUF model whose KV cache is packed.
+///
+/// Attention and cache are kvpack's; the likeliest token is always taken. The last lines say what the cache takes and
+/// what an f16 cache would take. A cache keeps whole pages of 128 tokens, so that short prompts save nothing: without a
+/// prompt, the model continues the first thousand tokens of the bundled text.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
-    /// What the text begins with, or the question with --chat.
-    prompt: String,
+    /// What the text begins with, or the question with --chat [default: a thousand tokens of the bundled text].
+    prompt: Option<String>,
     /// A GGUF file; scripts/fetch-model.sh fetches the default.
     #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
     model: PathBuf,
-    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … and which tokens of the prompt stay:
-    /// h2o:0.2/saw-int4; of a long text too with h2o:0.2/saw-int4+every=512.
+    /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … A policy before a slash keeps part of the prompt
+    /// (h2o:0.2/saw-int4), with +every=512 also of the text that follows. `kvpack list` has every recipe.
     #[arg(long, default_value = "f16")]
     recipe: ModelRecipe,
-    /// A text that comes before the prompt; recipes like cocktail store its chunks by how much they
-    /// resemble the prompt.
-    #[arg(long, value_name = "FILE")]
+    /// A text before the prompt. Recipes such as cocktail store each of its chunks by its similarity to the prompt.
+    #[arg(long, value_name = "FILE", requires = "prompt")]
     context: Option<PathBuf>,
-    /// What chunks of the context are ranked by: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh
+    /// How chunks of the context are ranked: bm25 (shared words), minilm (the encoder that scripts/fetch-encoder.sh
     /// fetches; minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings: chunks [chunks, width] and query
     /// [width] in F32 [default: bm25].
     #[arg(long, value_name = "RANKING", requires = "context")]
@@ -40,18 +43,21 @@ pub struct GenerateArgs {
     /// Tokens of a chunk of the context, 16 to 128 [default: 32].
     #[arg(long, value_name = "N", requires = "context")]
     chunk_tokens: Option<usize>,
-    /// Most tokens to write.
+    /// Maximum number of tokens to generate.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
-    /// Put the prompt into the form of a question to an instructed model.
-    #[arg(long)]
+    /// Wrap the prompt in the chat template of an instruction-tuned model.
+    #[arg(long, requires = "prompt")]
     chat: bool,
-    /// Write the same with candle's full-precision attention and compare token by token; exit code 1 if they differ.
+    /// Generate the same with candle's full-precision attention and compare token by token; exit code 1 if they differ.
     #[arg(long)]
     verify: bool,
     #[command(flatten)]
     backend: BackendArgs,
 }
+
+/// Tokens of the bundled text that stand for a prompt: enough that whole pages of 128 tokens are packed.
+const DEFAULT_PROMPT: usize = 1024;
 
 /// Runs the command.
 pub fn run(args: &GenerateArgs) -> Result<Outcome> {
@@ -99,7 +105,7 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     }
     let written = write(model, &mut attention, prompt_read, args.tokens, |token| printed.push(token))?;
     say!("")?;
-    report(args, backend, &attention, &written)?;
+    report(args, backend, (model, &attention), &written)?;
     if !args.verify {
         return Ok(Outcome::Passed);
     }
@@ -122,12 +128,17 @@ impl Asked {
     fn new(args: &GenerateArgs, model: &Model) -> Result<Self> {
         let whole = |text: &str| if args.chat { model.tokenizer.chat(text) } else { Ok(text.to_owned()) };
         let encode = |text: &str| model.tokenizer.encode(text);
+        let Some(prompt) = &args.prompt else {
+            let mut tokens = encode(&super::text(None)?.content)?;
+            tokens.truncate(DEFAULT_PROMPT);
+            return Ok(Self { tokens, context: None });
+        };
         if args.context.is_none() {
-            return Ok(Self { tokens: encode(&whole(&args.prompt)?)?, context: None });
+            return Ok(Self { tokens: encode(&whole(prompt)?)?, context: None });
         }
         // The context is cut into tokens by itself, so that its chunks are those of the text.
         let context = encode(&super::text(args.context.as_deref())?.content)?;
-        let whole = whole(&format!("\n\n{}", args.prompt))?;
+        let whole = whole(&format!("\n\n{prompt}"))?;
         let (before, after) = whole.split_at(whole.find("\n\n").unwrap_or(0));
         let (before, after) = (encode(before)?, encode(after)?);
         let range = TokenRange::new(before.len(), before.len() + context.len())?;
@@ -154,7 +165,7 @@ fn rank(
     let chunks = prompt[context.start()..context.end()].chunks_exact(chunk_tokens);
     let texts: Result<_> = chunks.map(|chunk| model.tokenizer.decode(chunk)).collect();
     let ranking = Ranking::open(args.rank_by.as_ref().unwrap_or(&RankBy::Bm25))?;
-    let query = Query { name: "query", text: &args.prompt };
+    let query = Query { name: "query", text: args.prompt.as_deref().unwrap_or_default() };
     let stores = mixture.stores_of(&ranking.chunks("", texts?)?.similarities(query)?)?;
     Ok(ChunkStores::new(context, chunk_tokens, stores)?)
 }
@@ -290,15 +301,20 @@ impl<'a> Printed<'a> {
 fn report<B: Backend>(
     args: &GenerateArgs,
     backend: &B,
-    attention: &PackedAttention<B>,
+    (model, attention): (&Model, &PackedAttention<B>),
     written: &Written,
 ) -> Result<()> {
     let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     let total = written.prompt_time + written.decode_time;
     let share = attention.time().as_secs_f64() / total.as_secs_f64().max(1e-9);
     let bytes: u64 = attention.memory().map(|memory| memory.in_use_bytes()).sum();
-    let elements: u64 = attention.memory().map(|memory| memory.elements()).sum();
-    say!("\nrecipe {} on {}", args.recipe, backend.name())?;
+    let held = written.prompt_tokens + written.tokens.len().saturating_sub(1);
+    let dense =
+        (held * model.config.layers * model.config.attention.kv_heads() * model.config.attention.head_dim() * 4) as u64;
+    if args.prompt.is_none() {
+        say!("\n(The model continued the bundled text; give a prompt of your own as an argument.)")?;
+    }
+    say!("\nrecipe   {} on {}", args.recipe, backend.name())?;
     say!(
         "prompt   {} tokens, {:.1} tokens/s",
         written.prompt_tokens,
@@ -314,14 +330,22 @@ fn report<B: Backend>(
     let tokens = |part: fn(&CacheMemory) -> usize| attention.memory().map(|memory| part(&memory)).max().unwrap_or(0);
     let (packed, kept) =
         (tokens(|memory| memory.packed().iter().map(|store| store.tokens).sum()), tokens(|memory| memory.f16().tokens));
-    say!(
-        "cache    {bytes} bytes, {:.3} bits per element; at most {packed} tokens of a layer packed, {kept} in f16",
-        bytes as f64 * 8.0 / elements.max(1) as f64
-    )?;
+    say!("cache    {}", cache_in_words(bytes, dense))?;
+    say!("         per layer {packed} tokens packed and {kept} in f16")?;
     if let (Some(every), Some(times)) = (args.recipe.every(), attention.compressed_again()) {
         say!("again    compressed {times} times while the text grew, after every {every} tokens")?;
     }
     Ok(())
+}
+
+/// What a cache takes and what f16 rows of the same tokens would take, in bytes.
+fn cache_in_words(bytes: u64, dense: u64) -> String {
+    let megabytes = |bytes: u64| format!("{:.1} MB", bytes as f64 / 1e6);
+    let both = format!("f16 would take {}, this takes {}", megabytes(dense), megabytes(bytes));
+    match bytes < dense {
+        true => format!("{both}: {:.1} times smaller", dense as f64 / bytes.max(1) as f64),
+        false => format!("{both}: pages of 128 tokens count whole, so that a longer text is needed to save memory"),
+    }
 }
 
 fn compare(written: &Written, expected: &Written) -> Result<Outcome> {

@@ -10,11 +10,13 @@ use crate::golden::{self, GoldenOutcome, GoldenResult};
 use crate::outcome::Outcome;
 use crate::print::{self, one_line, say};
 
-/// Runs the golden vectors of a directory through the CPU kernels, and those of ops that have a GPU kernel of their own
-/// through that too, where there is an adapter: wgpu's. None runs through CUDA, whose kernels `kvpack check` checks.
+/// Compare kvpack with the outputs of reference implementations.
+///
+/// Reads golden vectors, files with inputs and expected outputs, and runs them through the CPU kernels. Where there is a
+/// GPU, ops that have a wgpu kernel run through that too. CUDA kernels are covered by `kvpack check` instead.
 #[derive(clap::Args)]
 pub struct GoldenArgs {
-    /// Directory with `*.safetensors` files as `tests/golden/README.md` describes them.
+    /// Directory with `*.safetensors` files in the format of `tests/golden/README.md`.
     directory: PathBuf,
     #[command(flatten)]
     backend: BackendArgs,

@@ -10,8 +10,10 @@ use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
-/// Lists the GPU adapters with their drivers, features and limits, and every recipe with its bits, where it comes from,
-/// and by which arithmetic the backend serves it, so that a slow path is never silent.
+/// List the GPUs of this machine, and every recipe with the arithmetic that serves it here.
+///
+/// Adapters come with their driver, features and limits. Recipes come with their bits per element, their source, and
+/// the arithmetic by which the backend multiplies keys and values, so that a slow path is never silent.
 #[derive(clap::Args)]
 pub struct ListArgs {
     #[command(flatten)]

@@ -17,34 +17,29 @@ use anyhow::{Context, Result};
 
 use crate::files;
 use crate::outcome::Outcome;
+use crate::provenance;
 
-/// Packed key-value caches: what this machine has, whether the kernels are right on it, how fast they are, and what a
-/// format does to real keys and values.
+/// Packs the key-value cache of a transformer: shows what this machine can do, checks and times the kernels, and
+/// measures what packing costs.
 ///
-/// Exit codes: 0 passed, 1 a check failed, 2 wrong usage, unreadable input, output that cannot be written or a device
-/// that cannot do it, 141 standard output was closed before the end.
+/// Start with `kvpack demo`. Every command explains itself: `kvpack eval --help`.
+///
+/// Exit codes: 0 passed; 1 a check failed; 2 wrong usage, unreadable input, output that cannot be written, or a device
+/// that cannot do what was asked; 141 standard output was closed early.
 #[derive(clap::Parser)]
-#[command(name = "kvpack", version)]
+#[command(name = "kvpack", version = provenance::VERSION)]
+// The variants have no comments: they would replace the whole help of the commands. Each summary is the first sentence
+// of its arguments' comment.
 pub enum Command {
-    /// List the GPU adapters with their drivers, features and limits.
     List(list::ListArgs),
-    /// Run the conformance checks of every kernel; exit code 1 if any fails.
     Check(check::CheckArgs),
-    /// Time decode steps over packed caches, each checked against f64 first.
     Bench(bench::BenchArgs),
-    /// Measure what each format does to the attention outputs of a dump of keys, values and queries.
     Eval(eval::EvalArgs),
-    /// Show in a minute what packing costs on real keys and values, and what this device can do.
     Demo(demo::DemoArgs),
-    /// Put reports of devices or builds beside each other in one page.
     Compare(compare::CompareArgs),
-    /// Write text with a GGUF model whose cache is packed.
     Generate(generate::GenerateArgs),
-    /// Write the keys, values and queries of a GGUF model over a text as a dump for `kvpack eval`.
     Capture(capture::CaptureArgs),
-    /// Run golden vectors and compare with the outputs that others got.
     Golden(golden::GoldenArgs),
-    /// Print the WGSL of a kernel, with the file that each part comes from.
     Shader(shader::ShaderArgs),
 }
 
@@ -78,21 +73,21 @@ struct Text {
     content: String,
 }
 
-/// Reads a text, or takes the one that kvpack brings.
+/// Reads a text, or takes the bundled one.
 fn text(path: Option<&Path>) -> Result<Text> {
     let Some(path) = path else {
         let name = "Alice's Adventures in Wonderland, chapters I and II (Lewis Carroll, public domain)".into();
-        return Ok(Text { name, content: include_str!("../../../data/alice.txt").into() });
+        return Ok(Text { name, content: include_str!("../../data/alice.txt").into() });
     };
     let read = || Ok::<_, anyhow::Error>(String::from_utf8(files::read(path, MOST_TEXT_BYTES)?)?);
     let content = read().with_context(|| format!("cannot read the text {}", path.display()))?;
     Ok(Text { name: path.display().to_string(), content })
 }
 
-/// Tokens of a chunk of a context, where nothing else is said.
+/// Default tokens of a chunk of a context.
 const CHUNK_TOKENS: usize = 32;
 
-/// What is wrong with an option about chunks beside recipes that have none.
+/// The message for an option about chunks when no recipe stores chunks.
 fn no_chunks(option: &str, recipes: &dyn std::fmt::Display) -> String {
-    format!("{option}: recipe {recipes} stores no context in chunks; leave it out, or take cocktail or mix=…")
+    format!("{option}: recipe {recipes} stores no context in chunks; leave the option out, or use cocktail or mix=…")
 }

@@ -20,24 +20,26 @@ use kvpack::{SegmentFormat, TILE_TOKENS};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
-/// Prints the WGSL of a kernel as it is assembled for a format, a shape and a kind of device: before every part stands
-/// the file in shaders/ that it comes from. No device is needed.
+/// Print the WGSL of a kernel, with the file that each part comes from.
+///
+/// The shader is assembled for a format, a shape and a kind of device. A comment before each part names its file in
+/// shaders/. No device is needed.
 #[derive(clap::Args)]
 pub struct ShaderArgs {
-    /// The format: that of the tokens that a recipe packs (f16, calibquant:2, kivi:4, turboquant:3, …; with +tau=0,3
-    /// scores are calibrated, with +query=int8 queries and weights have one byte).
+    /// The recipe whose packed format the kernel reads: f16, calibquant:2, kivi:4, turboquant:3, … Option +tau=0,3
+    /// calibrates scores; option +query=int8 rounds queries and weights to one byte.
     #[arg(long, value_name = "RECIPE", default_value = "calibquant:4")]
     format: ModelRecipe,
-    /// The decode step, by a name of `kvpack bench --shape`.
+    /// The shape of the decode step: a name that `kvpack bench --shape` takes.
     #[arg(long, value_name = "NAME", default_value = "g4-b8-32k")]
     shape: String,
-    /// The kernel [default: the one that attends to the packed tokens].
+    /// The kernel [default: the one that attends to packed tokens].
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
     /// What the device can do: floor, f16, subgroups or matrices.
     #[arg(long, value_name = "PATH", default_value = "subgroups")]
     path: Path,
-    /// For kernels that pack and unpack: of keys, or of values.
+    /// Whether a packing or unpacking kernel is for keys or for values.
     #[arg(long, value_enum, default_value = "keys")]
     tensor: TensorName,
     /// Type of keys, values, queries and outputs.

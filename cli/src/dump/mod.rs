@@ -20,11 +20,42 @@ mod error;
 mod read;
 mod write;
 
+use std::path::Path;
+
+use anyhow::{Context, Result};
 use kvpack::AttentionShape;
 
 pub use error::DumpError;
 pub use read::{parse, read};
 pub use write::write;
+
+/// The bundled dump: three layers of SmolLM2-135M over 1152 tokens of Moby Dick; cli/data/README.md says how it was made.
+const BUNDLED: &[u8] = include_bytes!("../../data/smollm2_kv.safetensors");
+
+/// What reports call the bundled dump.
+const BUNDLED_NAME: &str = "smollm2_kv";
+
+/// A dump and what to call it.
+pub struct NamedDump {
+    /// Its path; the bundled dump has a name alone.
+    pub name: String,
+    /// The dump.
+    pub dump: Dump,
+}
+
+/// Reads the dump of this path, or the bundled one.
+///
+/// # Errors
+/// [`DumpError`], with the path.
+pub fn open(path: Option<&Path>) -> Result<NamedDump> {
+    Ok(match path {
+        Some(path) => {
+            let name = path.display().to_string();
+            NamedDump { dump: read(path).with_context(|| name.clone())?, name }
+        }
+        None => NamedDump { name: BUNDLED_NAME.into(), dump: parse(BUNDLED)? },
+    })
+}
 
 /// A whole dump.
 pub struct Dump {

@@ -125,6 +125,11 @@ impl GoldenFile {
         Ok(usize::try_from(count)?)
     }
 
+    /// A count that may be missing, or null.
+    pub fn optional_count(&self, name: &str) -> Result<Option<usize>> {
+        if self.params[name].is_null() { Ok(None) } else { self.count(name).map(Some) }
+    }
+
     /// A parameter that something is divided by.
     pub fn divisor(&self, name: &str) -> Result<usize> {
         let count = self.count(name)?;

@@ -81,7 +81,7 @@ fn limits(file: &GoldenFile, mandatory: usize) -> Result<VlCacheLimits> {
 
 /// Attention of a layer, from queries and keys or from weights.
 fn attention(file: &GoldenFile, layer: usize) -> Result<Attention> {
-    let most = if file.has_param("max_queries") { file.count("max_queries")? } else { usize::MAX };
+    let most = file.optional_count("max_queries")?.unwrap_or(usize::MAX);
     if !file.has_input("attn") {
         return Attention::of_file(file, "q", layer, most);
     }

@@ -3,7 +3,7 @@
 use crate::common::{self, kvpack};
 
 /// The dump that ships with the repository.
-const DUMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/smollm2_kv.safetensors");
+const DUMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/smollm2_kv.safetensors");
 
 fn json(arguments: &[&str]) -> serde_json::Value {
     let run = kvpack(arguments);
@@ -38,6 +38,14 @@ fn check_passes_on_the_cpu() {
     let run = kvpack(&["check", "--backend", "cpu", "--quick", "--filter", "format-"]);
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     assert!(run.out.contains("format-1bit ") && run.out.contains(" 0 failed"), "{}", run.out);
+    // Several at once come in the order of one after the other.
+    let names = |run: &common::Run| {
+        let rows = run.out.lines().filter(|line| line.starts_with("ok "));
+        rows.filter_map(|line| line.split_whitespace().nth(1).map(str::to_owned)).collect::<Vec<_>>()
+    };
+    let alone = kvpack(&["check", "--backend", "cpu", "--filter", "format-", "--jobs", "1"]);
+    let together = kvpack(&["check", "--backend", "cpu", "--filter", "format-", "--jobs", "5"]);
+    assert!(names(&alone).len() > 5 && names(&alone) == names(&together), "{}{}", alone.out, together.out);
 }
 
 #[test]
@@ -63,6 +71,11 @@ fn bench_prints_checked_rows() {
     for row in rows {
         assert_eq!(row["outcome"], "timed");
         assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["step_us"].as_f64().unwrap() > 0.0, "{row}");
+        let (us, spread) = (row["step_us"].as_f64().unwrap(), &row["spread"]);
+        assert!(spread["samples"].as_u64() >= Some(5), "{row}");
+        assert!(spread["low_us"].as_f64().unwrap() <= us && us <= spread["high_us"].as_f64().unwrap(), "{row}");
+        // No recipe has 3 bits and a range per channel.
+        assert_eq!(row["recipe"].is_string(), row["format"] != "3-bit per channel", "{row}");
     }
     assert!(rows[1..].iter().all(|row| row["times_f16"].as_f64().unwrap() > 0.0));
     // What it takes to repeat them.
@@ -72,6 +85,52 @@ fn bench_prints_checked_rows() {
     assert_eq!(bench["kind"], "bench");
     // Without it the figures stand beside no bandwidth.
     assert!(bench["shapes"][0]["read_gigabytes_per_second"].as_f64().unwrap() > 0.0);
+}
+
+/// Sizes of one's own, as CSV and Markdown, with a recipe; the files of the report are there too.
+#[test]
+fn bench_takes_sizes_and_prints_tables() {
+    let files = std::path::Path::new(common::SCRATCH).join("bench-sizes");
+    let sizes = ["--batch", "1,2", "--tokens", "256", "--heads", "4/2", "--head-dim", "64", "--format", "kivi:4"];
+    let short = ["--backend", "cpu", "--footprint", "1", "--seconds", "0.01"];
+    let run = |style: &[&str]| kvpack(&[["bench"].as_slice(), &sizes, &short, style].concat());
+    let csv = run(&["--csv", "--report", files.to_str().unwrap()]);
+    assert_eq!(csv.code, 0, "{}", csv.err);
+    let lines: Vec<&str> = csv.out.lines().collect();
+    assert!(lines.len() == 5 && lines[0].starts_with("shape,sequences,tokens,"), "{}", csv.out);
+    assert!(lines[2].starts_with("b1-256-h4x2-d64,1,256,4,2,64,kivi:4,"), "{}", csv.out);
+    // Commas within quotes are none of the separators'.
+    let cells = |line: &str| line.split('"').step_by(2).map(|part| part.matches(',').count()).sum::<usize>();
+    assert!(lines.iter().all(|line| cells(line) == cells(lines[0])), "{}", csv.out);
+    let report = std::fs::read_to_string(files.with_extension("json")).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["shapes"].as_array().map(Vec::len), Some(2));
+    assert!(std::fs::read_to_string(files.with_extension("html")).unwrap().contains("kivi:4"));
+    let markdown = run(&["--markdown"]);
+    assert!(markdown.out.lines().count() == 6 && markdown.out.contains("| `kivi:4` |"), "{}", markdown.out);
+    let table = run(&[]);
+    assert!(table.out.contains("b2-256-h4x2-d64: 2 sequences of 256 tokens"), "{}", table.out);
+    let both = kvpack(&["bench", "--batch", "1", "--shape", "g1-b1-4k"]);
+    assert!(both.code == 2 && both.err.contains("take the place of"), "{}", both.err);
+}
+
+/// Rows are there as soon as they end: a run that is killed has lost nothing.
+#[test]
+fn a_killed_bench_leaves_its_rows() {
+    use std::io::{BufRead, BufReader};
+    let files = std::path::Path::new(common::SCRATCH).join("bench-killed");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvpack"));
+    command.args(["bench", "--backend", "cpu", "--tokens", "256", "--footprint", "1", "--csv", "--report"]);
+    let mut child = command.arg(&files).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let rows: Vec<String> = lines.by_ref().take(3).map(Result::unwrap).collect();
+    // The third line is there when the first row's files are.
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(rows[1].contains(",f16,f16,timed,"), "{rows:?}");
+    let report = std::fs::read_to_string(files.with_extension("json")).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["shapes"][0]["rows"][0]["format"], "f16");
 }
 
 #[test]

@@ -2,7 +2,9 @@
 
 mod commands;
 mod common;
+mod demo;
 mod golden;
+mod help;
 mod hostile_dumps;
 mod hostile_models;
 mod query_precision;

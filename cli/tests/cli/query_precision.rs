@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use crate::common::kvpack;
 
-const DUMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/smollm2_kv.safetensors");
+const DUMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/smollm2_kv.safetensors");
 
 /// What the default may add to a format's own error.
 const MOST: f64 = 1.05;

@@ -5,11 +5,14 @@ use super::plot::{Plot, Point, Reference, Scale, Series, mark_front};
 use super::{Subject, by_family, run_in_words};
 use crate::family::{Family, Named};
 use crate::tables::plain_width;
-use crate::{BenchReport, BenchRow, PeerRow, PeersReport, RowOutcome, ShapeReport};
+use crate::{BenchReport, BenchRow, Figures, PeerRow, PeersReport, RowOutcome, ShapeReport};
 
-/// Adds what there is to say about some benchmarks, beside what other libraries take.
+/// Widths of one range per channel that a verdict speaks about.
+const VERDICT_WIDTHS: [u32; 3] = [8, 4, 1];
+
+/// Adds what there is to say about some benchmarks, next to what other libraries take.
 pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) {
-    html.verdict(&subjects.iter().flat_map(verdict).collect::<Vec<_>>());
+    html.verdict(&subjects.iter().flat_map(|subject| verdict(subject, peers)).collect::<Vec<_>>());
     for Subject { name, report } in subjects {
         html.paragraph(&format!("{name}: {}. {}", report.backend, run_in_words(report.run.as_ref())));
     }
@@ -19,8 +22,9 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &
             shapes.push(&shape.shape);
         }
     }
-    let caption = "A whole step: query preparation, attention, merge. The line below is what the bytes alone take at the \
-                   read bandwidth that was measured beside the step. Numbers are the width of a code.";
+    let caption = "Lower is better. A whole step: query preparation, attention, merge. The solid grey line is the time that \
+                   the bytes alone take at the measured read bandwidth; dashed lines are f16 attention of other libraries. \
+                   Numbers are the width of a code.";
     let rows: Vec<&PeerRow> = peers.iter().flat_map(|peers| &peers.report.rows).collect();
     let plots = shapes.iter().map(|shape| (plot(shape, subjects, &rows), caption.to_owned()));
     html.plots(&plots.collect::<Vec<_>>());
@@ -29,20 +33,66 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &
     }
 }
 
-/// What the narrowest format that was timed gains over f16, for every shape.
-fn verdict(Subject { name, report }: &Subject<'_, BenchReport>) -> Vec<String> {
-    let of_shape = |shape: &ShapeReport| {
-        // A part of the sequences is no step: `3/8 4-bit per channel`.
-        let whole = |row: &&BenchRow| row.parts.len() == 1 && !row.format.contains('/');
-        let row = shape.rows.iter().filter(whole).filter(|row| row.outcome.figures().is_some()).min_by(|a, b| {
-            let us = |row: &BenchRow| row.outcome.figures().map_or(f64::INFINITY, |figures| figures.step_us);
-            us(a).total_cmp(&us(b))
-        })?;
-        let figures = row.outcome.figures()?;
-        let times = figures.times_f16.map_or(String::new(), |times| format!(", {times:.1} times as fast as f16"));
-        Some(format!("{name}, {}: {} is fastest, {:.1} µs{times}.", shape.shape, row.format, figures.step_us))
+/// How many times faster than f16 the widths are, over all shapes: against kvpack's own f16 step, and against the
+/// fastest f16 attention of another library.
+fn verdict(Subject { name, report }: &Subject<'_, BenchReport>, peers: &[Subject<'_, PeersReport>]) -> Vec<String> {
+    let of_width = |width: u32| {
+        let steps: Vec<(&ShapeReport, &Figures)> =
+            report.shapes.iter().filter_map(|shape| Some((shape, figures_of(shape, width)?))).collect();
+        let own = range(steps.iter().filter_map(|(_, figures)| figures.times_f16))?;
+        let against = steps.iter().filter_map(|(shape, figures)| {
+            let peer = fastest_f16(peers, &shape.shape)?;
+            Some(peer.step_us / figures.step_us)
+        });
+        let against =
+            range(against).map_or(String::new(), |range| format!(", and {range} the fastest f16 of another library"));
+        let shapes = if steps.len() == 1 { steps[0].0.shape.clone() } else { format!("{} shapes", steps.len()) };
+        let bits = if width == 1 { "bit" } else { "bits" };
+        Some(format!("{name}, {shapes}: {width} {bits} run at {own} the speed of kvpack's f16{against}."))
     };
-    report.shapes.iter().filter_map(of_shape).collect()
+    VERDICT_WIDTHS.into_iter().filter_map(of_width).collect()
+}
+
+/// The page's first word about speed.
+pub fn sentence(subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) -> Option<String> {
+    let timed = |subject: &Subject<'_, BenchReport>| {
+        let shapes = subject.report.shapes.iter();
+        let steps = shapes.filter_map(|shape| Some((shape.shape.clone(), figures_of(shape, 4)?.clone())));
+        steps.map(|step| (subject.report.backend.clone(), step)).collect::<Vec<_>>()
+    };
+    let steps: Vec<_> = subjects.iter().flat_map(timed).collect();
+    let own = steps.iter().max_by(|a, b| a.1.1.times_f16.unwrap_or(0.0).total_cmp(&b.1.1.times_f16.unwrap_or(0.0)))?;
+    let (device, (shape, figures)) = own;
+    let times = figures.times_f16?;
+    let peer = fastest_f16(peers, shape).map_or(String::new(), |peer| {
+        format!(
+            ", and {:.1} times as fast as {}, the fastest f16 attention of another library there",
+            peer.step_us / figures.step_us,
+            peer.peer
+        )
+    });
+    Some(format!("A decode step over 4 bits is {times:.1} times as fast as over f16 ({shape} on {device}){peer}."))
+}
+
+/// The figures of the format that stores keys and values with one range per channel at this width.
+fn figures_of(shape: &ShapeReport, width: u32) -> Option<&Figures> {
+    shape.rows.iter().find(|row| plain_width(&row.format) == Some(width))?.outcome.figures()
+}
+
+fn fastest_f16<'a>(peers: &[Subject<'a, PeersReport>], shape: &str) -> Option<&'a PeerRow> {
+    let rows = peers.iter().flat_map(|peers| &peers.report.rows);
+    let rows = rows.filter(|row| row.shape == shape && row.format == "f16");
+    rows.min_by(|a, b| a.step_us.total_cmp(&b.step_us))
+}
+
+/// `1.9 to 3.6 times`.
+fn range(times: impl Iterator<Item = f64>) -> Option<String> {
+    let (low, high) = times.fold(None, |seen: Option<(f64, f64)>, x| match seen {
+        None => Some((x, x)),
+        Some((low, high)) => Some((low.min(x), high.max(x))),
+    })?;
+    let (low, high) = (format!("{low:.1}"), format!("{high:.1}"));
+    Some(if low == high { format!("{low} times") } else { format!("{low} to {high} times") })
 }
 
 fn shape_of<'a>(subject: &Subject<'a, BenchReport>, name: &str) -> Option<&'a ShapeReport> {
@@ -61,7 +111,7 @@ pub fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[&PeerRow
     let measured: Vec<_> = subjects.iter().filter_map(|subject| Some((subject, shape_of(subject, name)?))).collect();
     let mut series = match measured.as_slice() {
         [(_, shape)] => by_family(points(shape)),
-        // Beside each other, devices are the lines; of the formats, those with one range per channel.
+        // For several devices, each is a line through the formats with one range per channel.
         several => {
             several.iter().enumerate().map(|(colour, (subject, shape))| of_subject(subject, shape, colour)).collect()
         }
@@ -88,12 +138,7 @@ pub fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[&PeerRow
         references.push(Reference { name: format!("{}, f16", row.peer), dashed: true, points });
     }
     let shape = measured.first().map(|(_, shape)| *shape);
-    let title = shape.map_or(name.to_owned(), |shape| {
-        format!(
-            "{name}: {} sequences of {} tokens, {} query heads over {} KV heads × {}",
-            shape.sequences, shape.tokens, shape.query_heads, shape.kv_heads, shape.head_dim
-        )
-    });
+    let title = shape.map_or(name.to_owned(), |shape| format!("{name}: {}", shape.described()));
     Plot {
         title,
         x: "bits per element that a step reads".into(),
@@ -109,9 +154,13 @@ fn point(shape: &ShapeReport, row: &BenchRow) -> Option<(Named, Point)> {
     let figures = row.outcome.figures()?;
     let named = Named::format(&row.format).filter(|_| row.parts.len() == 1)?;
     let percent = figures.percent_of_read.map_or(String::new(), |percent| format!(", {percent:.0} % of the bandwidth"));
+    let spread = figures.spread.map_or(String::new(), |spread| {
+        format!(" ± {:.1} % of {} samples", spread.percent_of(figures.step_us), spread.samples)
+    });
     let tip = format!(
-        "{}\n{:.1} µs{percent}\n{:.2} bits per element, {:.2} MB",
-        row.format,
+        "{}\n{}\n{:.1} µs{spread}{percent}\n{:.2} bits per element, {:.2} MB",
+        row.name(),
+        if row.recipe.is_some() { row.format.as_str() } else { "" },
         figures.step_us,
         bits(shape, row),
         row.bytes as f64 / 1e6
@@ -143,7 +192,7 @@ fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], pee
     }
     let columns: Vec<String> =
         subjects.iter().map(|subject| format!("{}, µs (% of bandwidth)", subject.name)).collect();
-    let mut header = vec![name];
+    let mut header = vec![name, "format"];
     for column in &columns {
         header.extend([column.as_str(), "× f16"]);
     }
@@ -166,11 +215,13 @@ fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], pee
     };
     let row = |format: &str| {
         let cells = shapes.iter().flat_map(|shape| cells(shape, format));
-        std::iter::once(format.to_owned()).chain(cells).collect::<Vec<_>>()
+        let rows = shapes.iter().flatten().flat_map(|shape| &shape.rows);
+        let recipe = rows.filter(|row| row.format == format).find_map(|row| row.recipe.clone());
+        [recipe.unwrap_or_else(|| "–".into()), format.to_owned()].into_iter().chain(cells).collect::<Vec<_>>()
     };
     let mut rows: Vec<(bool, Vec<String>)> = formats.iter().map(|format| (false, row(format))).collect();
     for peer in peers.iter().flat_map(|peers| &peers.report.rows).filter(|row| row.shape == name) {
-        rows.push((false, vec![format!("{}, {}", peer.peer, peer.format), format!("{:.1}", peer.step_us)]));
+        rows.push((false, vec![peer.peer.clone(), peer.format.clone(), format!("{:.1}", peer.step_us)]));
     }
     html.table(&header, rows);
 }

@@ -25,13 +25,24 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, ConformanceReport>]) {
     });
     html.table(&header, rows);
     html.paragraph(
-        "A check stores keys and values in a format and holds what comes back against the CPU reference bit for bit, and attention \
-         against f64. In brackets the largest normalised mean square error. – was not checked.",
+        "A check stores keys and values in a format. It compares the stored data with the CPU reference bit for bit, and \
+         attention with f64. In brackets: the largest normalised mean square error. –: not checked.",
     );
     for Subject { name, report } in subjects {
         for row in report.rows.iter().filter(|row| row.outcome == CheckOutcome::Failed) {
             html.paragraph(&format!("{name}, {}: {}", row.check, row.reason.as_deref().unwrap_or("failed")));
         }
+    }
+}
+
+/// How many checks passed, over all devices.
+pub fn sentence(subjects: &[Subject<'_, ConformanceReport>]) -> Option<String> {
+    let count = |outcome| subjects.iter().map(|subject| subject.report.count(outcome)).sum::<usize>();
+    let (passed, failed) = (count(CheckOutcome::Passed), count(CheckOutcome::Failed));
+    match (passed + failed, failed) {
+        (0, _) => None,
+        (all, 0) => Some(format!("All {all} checks passed.")),
+        (all, failed) => Some(format!("{failed} of {all} checks FAILED.")),
     }
 }
 

@@ -41,6 +41,13 @@ fn best(report: &EvalReport, size: u32) -> Option<&SummaryRow> {
     report.summary.iter().filter(of_size).min_by(|a, b| a.mean_error.total_cmp(&b.mean_error))
 }
 
+/// What the best format of 4 bits loses, in the first evaluation.
+pub fn sentence(subjects: &[Subject<'_, EvalReport>]) -> Option<String> {
+    let row = best(subjects.first()?.report, 4)?;
+    let (name, error) = (row.name(), percent(row.mean_error));
+    Some(format!("Of the formats of 4 bits, {name} loses least: {error} of the attention outputs."))
+}
+
 fn verdict(Subject { name, report }: &Subject<'_, EvalReport>, many: bool) -> Vec<String> {
     let of_size = |size: u32| {
         let row = best(report, size)?;
@@ -49,7 +56,7 @@ fn verdict(Subject { name, report }: &Subject<'_, EvalReport>, many: bool) -> Ve
              {:.1} times smaller than f16.",
             if many { format!("{name}: ") } else { String::new() },
             if size == 1 { "" } else { "s" },
-            row.format,
+            row.name(),
             percent(row.mean_error),
             row.packed_bits,
             16.0 / row.packed_bits
@@ -120,8 +127,9 @@ fn points(report: &EvalReport, error: impl Fn(&SummaryRow) -> Option<f64>) -> Ve
         let named = Named::format(&row.format).filter(|named| named.family != Family::F16)?;
         let y = error(row).filter(|error| *error > 0.0)?;
         let tip = format!(
-            "{}\noutputs: {} (worst layer {})\n{:.2} bits per element of the packed tokens\nwhole cache: {}, {:.2} bits",
-            row.format,
+            "{}\n{}\noutputs: {} (worst layer {})\n{:.2} bits per element of the packed tokens\nwhole cache: {}, {:.2} bits",
+            row.name(),
+            if row.recipe.is_some() { row.format.as_str() } else { "" },
             percent(row.mean_error),
             percent(row.worst_error),
             row.packed_bits,
@@ -138,6 +146,7 @@ fn points(report: &EvalReport, error: impl Fn(&SummaryRow) -> Option<f64>) -> Ve
 fn table(html: &mut Html, report: &EvalReport) {
     let best: Vec<&str> = SIZES.iter().filter_map(|&size| best(report, size)).map(|row| row.format.as_str()).collect();
     let header = [
+        "recipe",
         "format",
         "mean error",
         "worst layer",
@@ -146,10 +155,11 @@ fn table(html: &mut Html, report: &EvalReport) {
         "bits of packed tokens",
         "×",
         "bits of the whole cache",
-        "bytes",
+        "size",
     ];
     let rows = report.summary.iter().map(|row| {
         let cells = vec![
+            row.recipe.clone().unwrap_or_else(|| "–".into()),
             row.format.clone(),
             percent(row.mean_error),
             percent(row.worst_error),
@@ -158,7 +168,7 @@ fn table(html: &mut Html, report: &EvalReport) {
             format!("{:.2}", row.packed_bits),
             format!("{:.2}", 16.0 / row.packed_bits),
             format!("{:.2}", row.bits_per_element),
-            row.bytes.to_string(),
+            megabytes(row.bytes),
         ];
         (best.contains(&row.format.as_str()), cells)
     });
@@ -167,7 +177,7 @@ fn table(html: &mut Html, report: &EvalReport) {
 
 /// The errors of several evaluations, a column for each.
 fn side_by_side(html: &mut Html, subjects: &[Subject<'_, EvalReport>]) {
-    let mut header = vec!["mean error of the outputs"];
+    let mut header = vec!["mean error of the outputs", "format"];
     header.extend(subjects.iter().map(|subject| subject.name));
     let mut formats: Vec<&str> = Vec::new();
     for row in subjects.iter().flat_map(|subject| &subject.report.summary) {
@@ -180,7 +190,9 @@ fn side_by_side(html: &mut Html, subjects: &[Subject<'_, EvalReport>]) {
             let row = subject.report.summary.iter().find(|row| row.format == format);
             row.map_or("–".into(), |row| percent(row.mean_error))
         };
-        std::iter::once(format.to_owned()).chain(subjects.iter().map(of)).collect()
+        let recipe = subjects.iter().flat_map(|subject| &subject.report.summary).find(|row| row.format == format);
+        let recipe = recipe.and_then(|row| row.recipe.clone()).unwrap_or_else(|| "–".into());
+        [recipe, format.to_owned()].into_iter().chain(subjects.iter().map(of)).collect()
     };
     html.table(&header, formats.iter().map(|format| (false, row(format))));
 }

@@ -8,13 +8,17 @@ mod eval;
 mod html;
 mod model;
 mod plot;
+mod suite;
+mod tradeoff;
 
 pub use bench::plot as decode_step;
 use html::Html;
 pub use plot::{Plot, Point, Reference, Scale, Series};
 
 use crate::family::Family;
-use crate::{BenchReport, ConformanceReport, DocumentsReport, EvalReport, Measured, ModelReport, PeersReport};
+use crate::{
+    BenchReport, ConformanceReport, DocumentsReport, EvalReport, Measured, ModelReport, PeersReport, SuiteReport,
+};
 
 /// One report and what to call it beside others.
 #[derive(Clone, Copy, Debug)]
@@ -49,15 +53,23 @@ pub fn of_documents(report: &DocumentsReport) -> String {
     html.finish()
 }
 
-/// Reports beside each other: devices, builds, or kinds of measurement.
+/// The page of one benchmark.
+pub fn of_bench(report: &BenchReport) -> String {
+    let mut html = Html::new(&format!("Decode steps on {}", report.backend));
+    bench::sections(&mut html, &[Subject { name: &report.backend, report }], &[]);
+    html.finish()
+}
+
+/// Reports next to each other: devices, builds, or kinds of measurement.
 pub fn compare(named: &[(String, Measured)]) -> String {
-    let mut html = Html::new(&named.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(" · "));
+    let mut html = Html::new(&title(named));
     let mut evals: Vec<Subject<'_, EvalReport>> = Vec::new();
     let mut models: Vec<Subject<'_, ModelReport>> = Vec::new();
     let mut documents: Vec<Subject<'_, DocumentsReport>> = Vec::new();
     let mut benches: Vec<Subject<'_, BenchReport>> = Vec::new();
     let mut peers: Vec<Subject<'_, PeersReport>> = Vec::new();
     let mut checks: Vec<Subject<'_, ConformanceReport>> = Vec::new();
+    let mut suites: [Vec<Subject<'_, SuiteReport>>; SUITES.len()] = Default::default();
     for (name, measured) in named {
         match measured {
             Measured::Eval(report) => evals.push(Subject { name, report }),
@@ -66,8 +78,20 @@ pub fn compare(named: &[(String, Measured)]) -> String {
             Measured::Bench(report) => benches.push(Subject { name, report }),
             Measured::Peers(report) => peers.push(Subject { name, report }),
             Measured::Check(report) => checks.push(Subject { name, report }),
+            Measured::Append(report) => suites[0].push(Subject { name, report }),
+            Measured::Causal(report) => suites[1].push(Subject { name, report }),
+            Measured::Chunks(report) => suites[2].push(Subject { name, report }),
+            Measured::Evict(report) => suites[3].push(Subject { name, report }),
+            Measured::Step(report) => suites[4].push(Subject { name, report }),
         }
     }
+    // CUDA first, so that it has the colour that it has in every other plot.
+    benches.sort_by_key(|subject| !subject.report.backend.contains("(CUDA"));
+    let opening = opening(&benches, &peers, (&evals, &models), &checks);
+    if !opening.is_empty() {
+        html.paragraph(&opening);
+    }
+    tradeoff::section(&mut html, &benches, &evals, &models);
     if !evals.is_empty() {
         html.section("Attention outputs");
         eval::sections(&mut html, &evals);
@@ -84,11 +108,71 @@ pub fn compare(named: &[(String, Measured)]) -> String {
         html.section("Decode steps");
         bench::sections(&mut html, &benches, &peers);
     }
+    for ((title, about), subjects) in SUITES.into_iter().zip(&suites).filter(|(_, subjects)| !subjects.is_empty()) {
+        html.section(title);
+        suite::sections(&mut html, about, subjects);
+    }
     if !checks.is_empty() {
         html.section("Conformance");
         conformance::sections(&mut html, &checks);
     }
     html.finish()
+}
+
+/// Suites with rows of their own: a headline, and what their rows are about. In the order of [`Measured`].
+const SUITES: [(&str, &str); 5] = [
+    (
+        "Storing new tokens",
+        "append_us: microseconds to store one token for each sequence. pack_us: microseconds per step to pack full pages, spread over the 128 steps \
+         that fill them.",
+    ),
+    (
+        "Causal runs",
+        "run_us: the newest queries of a sequence in one run. apart_us: the same queries as decode steps of as many sequences.",
+    ),
+    (
+        "Chunks of several precisions",
+        "us: microseconds of a decode step. kernels_us and call_us: microseconds of packing.",
+    ),
+    (
+        "Eviction",
+        "kernels_us: microseconds of the kernels. call_us: microseconds of the call by the wall clock, with its work on the host.",
+    ),
+    (
+        "Whole decode steps",
+        "Microseconds per layer. wall_us: by the wall clock, steps queued one after the other. store_us and attend_us: the kernels.",
+    ),
+];
+
+/// `a, b and c compared`, each name once.
+fn title(named: &[(String, Measured)]) -> String {
+    let mut names: Vec<&str> = Vec::new();
+    for (name, _) in named {
+        if !names.contains(&name.as_str()) {
+            names.push(name);
+        }
+    }
+    match names.as_slice() {
+        [] => "kvpack".into(),
+        [name] => format!("kvpack: {name}"),
+        [names @ .., last] => format!("kvpack: {} and {last}", names.join(", ")),
+    }
+}
+
+/// The page in a sentence or two: right or wrong, how fast, at which loss.
+fn opening(
+    benches: &[Subject<'_, BenchReport>],
+    peers: &[Subject<'_, PeersReport>],
+    (evals, models): (&[Subject<'_, EvalReport>], &[Subject<'_, ModelReport>]),
+    checks: &[Subject<'_, ConformanceReport>],
+) -> String {
+    let sentences = [
+        conformance::sentence(checks),
+        bench::sentence(benches, peers),
+        eval::sentence(evals),
+        model::sentence(models),
+    ];
+    sentences.into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 /// The colour of a family, the same in every plot.

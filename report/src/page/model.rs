@@ -59,6 +59,20 @@ fn best(report: &ModelReport, bits: f64) -> Option<&RecipeRow> {
     report.rows.iter().filter(fits).min_by(|a, b| a.divergence.total_cmp(&b.divergence))
 }
 
+/// The recipe of the smallest cache that leaves the predictions nearly as they are.
+pub fn sentence(subjects: &[Subject<'_, ModelReport>]) -> Option<String> {
+    let subject = subjects.first()?;
+    let keeps = subject.report.rows.iter().filter(|row| row.divergence <= NEARLY_THE_SAME && row.recipe != "f16");
+    let smallest = keeps.min_by(|a, b| a.bits_per_element.total_cmp(&b.bits_per_element))?;
+    Some(format!(
+        "{} keeps the predictions of {} (KL {:.4}) in a cache of {:.1} bits per element.",
+        smallest.recipe, subject.report.model, smallest.divergence, smallest.bits_per_element
+    ))
+}
+
+/// A divergence from the f16 cache, in nats, below which predictions are called the same.
+const NEARLY_THE_SAME: f64 = 0.01;
+
 fn verdict(Subject { name, report }: &Subject<'_, ModelReport>, many: bool) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let mut last = None;
@@ -70,7 +84,7 @@ fn verdict(Subject { name, report }: &Subject<'_, ModelReport>, many: bool) -> V
         }
         last = Some(&row.recipe);
         lines.push(format!(
-            "{}In {bits} bits per element at most, {} is nearest to f16: KL {:.5}, {} of the likeliest tokens the same, {}.",
+            "{}Within {bits} bits per element, {} is nearest to f16: KL {:.5}, {} of the likeliest tokens the same, {}.",
             if many { format!("{name}: ") } else { String::new() },
             row.recipe,
             row.divergence,
@@ -130,7 +144,7 @@ fn table(html: &mut Html, report: &ModelReport) {
     let perplexities: Vec<String> = report.lengths.iter().map(|length| format!("ppl {length}")).collect();
     let mut header = vec!["recipe"];
     header.extend(perplexities.iter().map(String::as_str));
-    header.extend(["KL, nats", "top-1", "pass key, nats", "found", "bits of the whole cache", "bytes"]);
+    header.extend(["KL, nats", "top-1", "pass key, nats", "found", "bits of the whole cache", "size"]);
     let best: Vec<&str> =
         BUDGETS.iter().filter_map(|&bits| best(report, bits)).map(|row| row.recipe.as_str()).collect();
     let rows = report.rows.iter().map(|row| {
@@ -143,7 +157,7 @@ fn table(html: &mut Html, report: &ModelReport) {
             passkeys.map_or("–".into(), |(log_probability, _)| format!("{log_probability:.3}")),
             passkeys.map_or("–".into(), |(_, found)| format!("{found} of {}", row.passkeys.len())),
             format!("{:.2}", row.bits_per_element),
-            row.bytes.to_string(),
+            megabytes(row.bytes),
         ]);
         (best.contains(&row.recipe.as_str()), cells)
     });

@@ -29,7 +29,7 @@ pub fn documents() -> Vec<PathBuf> {
         "",
         "docs",
         "lab",
-        "data",
+        "cli/data",
         "tests/golden",
         "fuzz",
         "hosts/burn",

@@ -16,7 +16,7 @@ use wasm_bindgen_cli_support::Bindgen;
 
 /// The files of the page, in addition to the wasm and its JavaScript.
 const FILES: [&str; 5] =
-    ["web/index.html", "web/page.css", "web/page.js", "web/plot.js", "data/smollm2_kv.safetensors"];
+    ["web/index.html", "web/page.css", "web/page.js", "web/plot.js", "cli/data/smollm2_kv.safetensors"];
 
 fn main() -> Result<()> {
     let arguments: Vec<PathBuf> = env::args_os().skip(1).map(PathBuf::from).collect();

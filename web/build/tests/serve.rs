@@ -73,11 +73,13 @@ fn files_have_their_types_and_nothing_else_is_served() {
     fs::write(folder.join(".hidden"), "hidden").unwrap();
     let server = Server::start(&folder);
     server.works();
-    for (path, kind) in [("/", "text/html"), ("/index.html?x=y", "text/html"), ("/kvpack_bg.wasm", "application/wasm")] {
+    for (path, kind) in [("/", "text/html"), ("/index.html?x=y", "text/html"), ("/kvpack_bg.wasm", "application/wasm")]
+    {
         let (status, headers, _) = server.get(path);
         assert!(status.contains("200") && headers.contains(&format!("content-type: {kind}")), "{path}: {headers}");
     }
-    for path in ["/inner", "/inner/", "/inner/index.html", "/link", "/.hidden", "/../secret", "/%2e%2e/secret", "//etc/passwd"]
+    for path in
+        ["/inner", "/inner/", "/inner/index.html", "/link", "/.hidden", "/../secret", "/%2e%2e/secret", "//etc/passwd"]
     {
         let (status, _, body) = server.get(path);
         assert!(status.contains("404"), "{path}: {status}");

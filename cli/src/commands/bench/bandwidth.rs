@@ -21,6 +21,11 @@ impl Readings {
         Self { tolerance, readings: vec![first] }
     }
 
+    /// The best reading so far, confirmed or not.
+    pub fn best(&self) -> f64 {
+        self.readings.iter().copied().fold(0.0, f64::max)
+    }
+
     /// Adds a reading.
     pub fn add(&mut self, reading: f64) {
         self.readings.push(reading);

@@ -51,7 +51,7 @@ impl Timed for Cpu {
             elapsed += start.elapsed().as_secs_f64();
             black_box(output);
         }
-        Ok(StepTimes { timer: "wall clock", launches: Vec::new(), seconds: median(steps) })
+        Ok(StepTimes::new("wall clock", Vec::new(), steps))
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {

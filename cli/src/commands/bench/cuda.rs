@@ -91,8 +91,8 @@ impl Timed for Cuda {
         let graph_seconds = first.median().as_secs_f64() * steps as f64;
         let replays = ((seconds / graph_seconds.max(1e-9)) as usize).clamp(5, MOST_REPLAYS);
         let timing = time_steps(self, &bound, steps, WARM_UP, replays)?;
-        let seconds = timing.median().as_secs_f64();
-        Ok(StepTimes { timer: "CUDA graph, events", launches: labels, seconds })
+        let samples = timing.sorted.iter().map(Duration::as_secs_f64).collect();
+        Ok(StepTimes::new("CUDA graph, events", labels, samples))
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {

@@ -8,21 +8,19 @@ use kvpack::cpu::CpuTensor;
 use kvpack::plan::RowLayout;
 
 use super::run::Subject;
-use crate::dump::{self, DumpError, Layer};
+use crate::dump::{Layer, NamedDump};
 
 /// Sequences of the batch; all store what the dump has.
 const SEQUENCES: usize = 16;
 
 /// The middle layer of a dump, with its last query.
-///
-/// # Errors
-/// What is wrong with the dump.
-pub fn subject(file: &Path) -> Result<Subject, DumpError> {
-    let mut layers = dump::read(file)?.layers;
+pub fn subject(NamedDump { name, dump }: NamedDump) -> Subject {
+    let mut layers = dump.layers;
     let layer = layers.swap_remove(layers.len() / 2);
-    Ok(Subject {
+    let name = Path::new(&name).file_stem().unwrap_or_default().to_string_lossy();
+    Subject {
         decode: DecodeShape {
-            name: format!("{} layer {}", file.file_stem().unwrap_or_default().to_string_lossy(), layer.index),
+            name: format!("{name} layer {}", layer.index),
             shape: layer.shape,
             sequences: SEQUENCES,
             tokens: layer.tokens,
@@ -32,7 +30,7 @@ pub fn subject(file: &Path) -> Result<Subject, DumpError> {
             quick: true,
         },
         data: Some(sequence(layer)),
-    })
+    }
 }
 
 fn sequence(layer: Layer) -> SequenceData {

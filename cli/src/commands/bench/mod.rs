@@ -9,7 +9,9 @@ mod cpu;
 mod cuda;
 pub mod dumped;
 mod evict;
+pub mod output;
 mod run;
+mod sizes;
 mod step;
 mod timed;
 mod wgpu;
@@ -17,34 +19,46 @@ mod wgpu;
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use kvpack::SegmentFormat;
 use kvpack::backend::QueryPrecision;
 use kvpack::conformance::{BatchFormat, DecodeShape, decode_formats, decode_mixes, decode_shapes};
-use kvpack_report::{BenchReport, BenchRow, RowOutcome, ShapeReport};
+use kvpack::{AttentionShape, SegmentFormat};
+use kvpack_report::{BenchRow, RowOutcome, recipes};
 
+use super::eval::page;
 use crate::backend::{BackendArgs, Chosen};
+use crate::dump;
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 use crate::provenance;
 use append::TimedStores;
 use evict::TimedSelection;
-pub use run::BenchPlan;
+use output::{Output, Style};
 use run::Subject;
 pub use run::run as run_plan;
+pub use run::{BenchPlan, NotWatched};
+use sizes::SizeArgs;
 use step::TimedModel;
 pub use timed::Timed;
 
-/// How much of the guard's rate may be missing without a word.
-const UNSTEADY_PERCENT: f64 = 10.0;
+/// How much of the guard's rate may be missing before a figure gets a warning.
+pub const UNSTEADY_PERCENT: f64 = 10.0;
 
-/// Times decode steps over packed caches, each checked against f64 first.
+/// Time decode steps over packed caches; each is checked against f64 first.
 ///
-/// A step is everything between the queries and the outputs: query preparation, attention and the merge. Steps go round
-/// several copies of the cache so that none finds it in the device's own caches.
+/// A step is everything between the queries and the outputs: query preparation, attention and the merge. Each step uses
+/// the next of several copies of the cache, so that no step finds its data in a cache of the device.
+///
+/// Rows are printed as they end, and --report rewrites its files after each, so that an interrupted run loses nothing. µs
+/// is the median of n samples; ± is half of the distance between their quartiles. × f16 is the speed-up over kvpack's
+/// own f16 step, % read the share of the read bandwidth measured in the same run, MB the bytes of codes and ranges that
+/// a step must read.
+///
+/// Without options, named shapes are timed. --batch, --tokens, --heads and --head-dim take your own sizes, also as lists:
+/// kvpack bench --batch 1,8 --tokens 4k,32k --heads 32/8
 #[derive(clap::Args)]
 pub struct BenchArgs {
-    /// A dump of keys, values and queries (see `kvpack eval`): time its middle layer, stored for a batch of 16, instead
-    /// of the shapes of the registry.
+    /// A dump of keys, values and queries (see `kvpack eval --help`): time its middle layer, stored for a batch of 16,
+    /// instead of named shapes.
     #[arg(conflicts_with = "shape")]
     file: Option<PathBuf>,
     #[command(flatten)]
@@ -52,40 +66,44 @@ pub struct BenchArgs {
     /// Two small shapes, the widths of CalibQuant, little memory.
     #[arg(long)]
     quick: bool,
-    /// A named choice of shapes and formats. decode: nine steps of head_dim 128 in every format, from one sequence of
-    /// 4k tokens to eight of 32k, one of them with its pages in no order, one in spans of 576 tokens (an image each).
-    /// append: what storing one more token costs a batch of 64, in every format. mixed: sequences stored in segments of
-    /// several precisions, beside each segment alone. causal: the newest 1 to 512 queries of a sequence of 32k tokens
-    /// as one run, and as decode steps of as many sequences. step: what an engine pays for a whole decode step of 32
-    /// layers, by the wall clock, beside the kernels of it. evict: what it costs to keep a tenth of a prompt of 32k and
-    /// 128k tokens, piece by piece, and what decoding gains. chunks: a context in chunks of f16, 4 and 2 bits, brought
-    /// together or left apart.
+    /// A named choice of shapes and formats.
     #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
     suite: Option<SuiteName>,
-    /// Only the shape of this name, or the shapes whose name contains this
+    /// Only the shape of this name, or all shapes whose name contains it
     /// [default: all on a GPU, those up to 128 MiB of f16 on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
-    /// Only f16 and the formats whose name contains this ('4-bit', 'per token'); the suites decode, append and causal
-    /// have formats to choose from, the others their own.
-    #[arg(long, value_name = "TEXT")]
+    #[command(flatten)]
+    sizes: SizeArgs,
+    /// Only f16 and this recipe (kivi:4), or the formats whose name contains this text ('4-bit', 'per token'). The
+    /// suites decode, append and causal take it; the others have formats of their own.
+    #[arg(long, value_name = "RECIPE|TEXT")]
     format: Option<String>,
-    /// Mebibytes of packed keys and values to go round, at least, up to 16384
-    /// [default: 1024 on a GPU, 256 on the CPU, 64 on a software GPU, 32 with --quick]. As --query and --seconds it is
-    /// for shapes and for the suites decode and mixed; the others time by rules of their own.
+    /// Minimum size of the copies that steps alternate between, in MiB, up to 16384
+    /// [default: 1024 on a GPU, 256 on the CPU, 64 on a software GPU, 32 with --quick]. Like --query and --seconds it
+    /// applies to shapes and to the suites decode and mixed.
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=MOST_FOOTPRINT))]
     footprint: Option<u64>,
-    /// Bits of the query, and of the weights of values with a range per channel, in integer dot products
-    /// [default: 8 where keys have 4 bits or fewer, 16 where they have 8]. The CPU backend always uses f32.
+    /// Precision of queries, and of weights of values with a range per channel, in integer dot products
+    /// [default: int8 where keys have 4 bits or fewer, int16 where they have 8]. The CPU backend always uses f32.
     #[arg(long, value_enum)]
     query: Option<QueryName>,
-    /// Seconds of timed steps for a row, at least [default: 0.1 on a GPU, 0.5 on the CPU]. A load that takes all the
-    /// power that a device may draw lowers its clock within a tenth of a second.
+    /// Minimum seconds of timed steps per row [default: 0.1 on a GPU, 0.5 on the CPU]. Longer runs may lower the clock
+    /// of a device that reaches its power limit.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     seconds: Option<f64>,
-    /// Print JSON.
+    /// Print JSON when all rows are there.
     #[arg(long)]
     json: bool,
+    /// Print comma-separated values, row by row; for shapes and the suites decode and mixed.
+    #[arg(long, conflicts_with_all = ["json", "markdown"])]
+    csv: bool,
+    /// Print a Markdown table, row by row; for shapes and the suites decode and mixed.
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
+    /// Write PATH.json and a page with plots to PATH.html, after every row; for shapes and the suites decode and mixed.
+    #[arg(long, value_name = "PATH")]
+    report: Option<PathBuf>,
 }
 
 /// Most mebibytes to go round: many times the caches of any device.
@@ -107,12 +125,20 @@ enum QueryName {
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum SuiteName {
+    /// Nine steps of head_dim 128 in every format, from one sequence of 4k tokens to eight of 32k; one has its pages in
+    /// random order, one has spans of 576 tokens, an image each
     Decode,
+    /// Storing one more token for each sequence of a batch of 64, in every format
     Append,
+    /// The newest 1 to 512 queries of a sequence of 32k tokens, in one run and as decode steps of as many sequences
     Causal,
+    /// A context in chunks of f16, 4 and 2 bits, stored together by precision or left in order
     Chunks,
+    /// Keeping a tenth of a prompt of 32k and 128k tokens: the cost of each part, and what decoding gains
     Evict,
+    /// Sequences stored in segments of several precisions, and each segment alone
     Mixed,
+    /// A whole decode step of 32 layers by the wall clock, as an engine pays it, next to its kernels
     Step,
 }
 
@@ -142,6 +168,12 @@ const MIXED_SUITE: [&str; 2] = ["g4-b8-32k", "g8-b8-32k"];
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
     args.suite.map_or(Ok(()), |suite| args.refuse_without_effect(suite))?;
+    if args.sizes.given() && (args.suite.is_some() || args.shape.is_some() || args.file.is_some() || args.quick) {
+        bail!("--batch, --tokens, --heads and --head-dim take the place of --shape, --suite, --quick and of a dump");
+    }
+    if let Some(path) = &args.report {
+        page::try_files(path, args.file.as_deref())?;
+    }
     let backend = args.backend.open()?;
     let driver = backend.driver();
     match &backend {
@@ -171,13 +203,19 @@ fn bench<B: TimedStores + TimedModel + TimedSelection>(
 
 fn bench_steps<B: Timed>(args: &BenchArgs, backend: &B, driver: String) -> Result<Outcome> {
     let plan = args.plan(backend)?;
-    let run = provenance::run(driver, backend.guard_tolerance());
-    let report = pollster::block_on(run::run(backend, run, &plan))?;
-    if args.json {
-        print::json(&report)?;
-    } else {
-        print_report(&report)?;
+    let mut report = plan.report(backend, provenance::run(driver, backend.guard_tolerance()));
+    let style = args.style();
+    let mut output = Output::new(style, args.report.as_deref(), plan.longest_name());
+    let done = pollster::block_on(run::run(backend, &plan, &mut report, &mut output));
+    // What was measured is printed, whatever came after it.
+    match style {
+        Style::Json => print::json(&report)?,
+        Style::Table => {
+            say!("\n± is half of the distance between the quartiles of n samples; `kvpack bench --help` has the rest.")?
+        }
+        Style::Csv | Style::Markdown => {}
     }
+    done?;
     let wrong = |row: &BenchRow| matches!(row.outcome, RowOutcome::Wrong { .. });
     Ok(match report.shapes.iter().flat_map(|shape| &shape.rows).any(wrong) {
         true => Outcome::Failed,
@@ -186,20 +224,32 @@ fn bench_steps<B: Timed>(args: &BenchArgs, backend: &B, driver: String) -> Resul
 }
 
 impl BenchArgs {
+    fn style(&self) -> Style {
+        match (self.json, self.csv, self.markdown) {
+            (true, ..) => Style::Json,
+            (_, true, _) => Style::Csv,
+            (.., true) => Style::Markdown,
+            _ => Style::Table,
+        }
+    }
+
     /// Refuses the options that have no effect on a suite.
     fn refuse_without_effect(&self, suite: SuiteName) -> Result<()> {
         let name = suite.name();
         if self.format.is_some() && !matches!(suite, SuiteName::Append | SuiteName::Causal | SuiteName::Decode) {
-            bail!("--suite {name} has formats of its own; leave --format out");
+            bail!("--suite {name} chooses its own formats; leave --format out");
         }
         let given = [
             (self.footprint.is_some(), "--footprint"),
             (self.query.is_some(), "--query"),
             (self.seconds.is_some(), "--seconds"),
+            (self.csv, "--csv"),
+            (self.markdown, "--markdown"),
+            (self.report.is_some(), "--report"),
         ];
         match given.into_iter().find(|(given, _)| *given) {
             Some((_, option)) if !matches!(suite, SuiteName::Decode | SuiteName::Mixed) => {
-                bail!("--suite {name} times by rules of its own; leave {option} out")
+                bail!("--suite {name} does not take {option}; leave {option} out")
             }
             _ => Ok(()),
         }
@@ -210,7 +260,7 @@ impl BenchArgs {
         let mebibytes = self.footprint.map(|footprint| footprint << 20);
         Ok(BenchPlan {
             subjects: match &self.file {
-                Some(file) => vec![dumped::subject(file)?],
+                Some(file) => vec![dumped::subject(dump::open(Some(file))?)],
                 None => {
                     self.shapes(sizes.largest_shape)?.into_iter().map(|decode| Subject { decode, data: None }).collect()
                 }
@@ -237,6 +287,9 @@ impl BenchArgs {
     }
 
     fn shapes(&self, largest: u64) -> Result<Vec<DecodeShape>> {
+        if self.sizes.given() {
+            return self.sizes.steps();
+        }
         // A name in full is that shape alone.
         let exact = decode_shapes().iter().any(|decode| Some(&decode.name) == self.shape.as_ref());
         let wanted = |decode: &DecodeShape| match &self.shape {
@@ -277,6 +330,13 @@ impl BenchArgs {
     fn segment_formats(&self) -> Result<Vec<SegmentFormat>> {
         let all = if self.suite == Some(SuiteName::Causal) { causal::formats().to_vec() } else { decode_formats() };
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
+        // A recipe is itself, and not every format whose name happens to contain it.
+        if let Some(text) = &self.format
+            && let Ok(named) = recipes::format_of(text, &AttentionShape::new(1, 1, 64)?)
+        {
+            let formats = [SegmentFormat::F16, named];
+            return Ok(formats[usize::from(is_f16(&named))..].to_vec());
+        }
         let wanted = |format: &SegmentFormat| match &self.format {
             Some(text) => is_f16(format) || format.to_string().contains(text.as_str()),
             None if self.quick => is_f16(format) || format.key.has_span_ranges(),
@@ -286,96 +346,13 @@ impl BenchArgs {
         match &self.format {
             Some(text) if formats.len() == 1 && !"f16".contains(text.as_str()) => {
                 let names: Vec<String> = all.iter().map(SegmentFormat::to_string).collect();
-                bail!("--format '{text}' is part of no format's name; the formats are: {}", names.join("; "))
+                bail!(
+                    "--format '{text}' is no recipe{} and part of no format's name; the formats are: {}",
+                    recipes::reason(text),
+                    names.join("; ")
+                )
             }
             _ => Ok(formats),
         }
     }
-}
-
-fn print_report(report: &BenchReport) -> Result<()> {
-    say!("{}", report.backend)?;
-    if !report.not_default.is_empty() {
-        say!("not the default: {}", report.not_default.join(", "))?;
-    }
-    for shape in &report.shapes {
-        say!(
-            "\n{}: {} sequences of {} tokens, {} query heads over {} KV heads × {}",
-            shape.shape,
-            shape.sequences,
-            shape.tokens,
-            shape.query_heads,
-            shape.kv_heads,
-            shape.head_dim
-        )?;
-        say!("{}", table(shape))?;
-        print_sums(shape)?;
-        if shape.read_gigabytes_per_second.is_none() && shape.rows.iter().any(|row| row.outcome.figures().is_some()) {
-            say!("the read bandwidth is not known: no two readings of it agree; close other programs")?;
-        }
-        if let Some(plain) = shape.plain_f32_us {
-            say!("plain f32 attention with the same threads: {plain:.1} µs")?;
-        }
-        for row in &shape.rows {
-            match &row.outcome {
-                RowOutcome::Timed(figures) if figures.guard_low_percent > UNSTEADY_PERCENT => say!(
-                    "unsteady {}: the device ran {:.0} % below its best before or after it; close other programs",
-                    row.format,
-                    figures.guard_low_percent
-                )?,
-                RowOutcome::Timed(_) => {}
-                RowOutcome::Wrong { reason } => say!("WRONG {}: {reason}", row.format)?,
-                RowOutcome::Skipped { reason } => say!("skipped {}: {reason}", row.format)?,
-                RowOutcome::Discarded { reason, .. } => say!("discarded {}: {reason}", row.format)?,
-            }
-        }
-    }
-    say!("\nMB: bytes of codes and ranges that a step must read. % read: of the read bandwidth.")?;
-    Ok(())
-}
-
-/// Holds batches in several formats against their parts, each timed alone.
-fn print_sums(shape: &ShapeReport) -> Result<()> {
-    for row in shape.rows.iter().filter(|row| row.parts.len() > 1) {
-        let alone = |part: &String| shape.rows.iter().find(|row| row.format == *part)?.outcome.figures();
-        let parts: Option<f64> = row.parts.iter().map(|part| Some(alone(part)?.step_us)).sum();
-        if let (Some(parts), Some(figures)) = (parts, row.outcome.figures()) {
-            let percent = (figures.step_us / parts - 1.0) * 100.0;
-            say!("{}: {:.1} µs, its parts {parts:.1} µs in all ({percent:+.1} %)", row.format, figures.step_us)?;
-        }
-    }
-    Ok(())
-}
-
-fn table(shape: &ShapeReport) -> comfy_table::Table {
-    let header =
-        ["format", "NMSE", "MB", "µs", "GB/s", "read GB/s", "% read", "× f16", "× plain f32", "launches", "timer"];
-    let mut table = print::results(&header, 1);
-    for row in &shape.rows {
-        let mut cells = vec![
-            row.format.clone(),
-            match (row.nmse, row.nmse_int16) {
-                (None, _) => "-".into(),
-                (Some(nmse), None) => format!("{nmse:.0e}"),
-                (Some(nmse), Some(int16)) => format!("{nmse:.0e} (int16: {int16:.0e})"),
-            },
-            format!("{:.2}", row.bytes as f64 / 1e6),
-        ];
-        match row.outcome.figures() {
-            None => cells.extend(vec!["-".into(); 8]),
-            Some(figures) => {
-                let times = |times: Option<f64>| times.map_or("-".into(), |times| format!("{times:.2}"));
-                cells.push(format!("{:.1}", figures.step_us));
-                cells.push(print::rate(figures.gigabytes_per_second));
-                cells.push(figures.read_gigabytes_per_second.map_or("-".into(), print::rate));
-                cells.push(figures.percent_of_read.map_or("-".into(), |percent| format!("{percent:.0}")));
-                cells.push(times(figures.times_f16));
-                cells.push(times(figures.times_plain_f32));
-                cells.push(if figures.launches.is_empty() { "-".into() } else { figures.launches.len().to_string() });
-                cells.push(figures.timer.clone());
-            }
-        }
-        table.add_row(cells);
-    }
-    table
 }

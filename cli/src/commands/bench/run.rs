@@ -5,7 +5,9 @@ use indicatif::ProgressBar;
 use kvpack::SegmentFormat;
 use kvpack::backend::{AttendOptions, QueryBytes, QueryPrecision};
 use kvpack::conformance::{BatchFormat, BatchPart, DecodeData, DecodeShape, SequenceData, Workload};
-use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, Run, ShapeReport, parts_of};
+use kvpack_report::{
+    BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, RowOutcome, Run, ShapeReport, parts_of, recipe_of,
+};
 
 use super::bandwidth::Readings;
 use super::timed::{ATTEMPTS, Guard, Timed};
@@ -41,21 +43,76 @@ struct Bench<'a, B> {
     guard: Guard,
 }
 
-/// Runs all rows.
-pub async fn run<B: Timed>(backend: &B, run: Run, plan: &BenchPlan) -> Result<BenchReport> {
+/// Follows a run, so that what was measured is there whatever ends the run.
+pub trait Watch {
+    /// A row ended: the last of the last shape. Its share of the bandwidth is by the readings so far.
+    ///
+    /// # Errors
+    /// When the row cannot be handed on; the run ends with that.
+    fn row(&mut self, report: &BenchReport) -> Result<()>;
+
+    /// The last shape ended: its figures are final.
+    ///
+    /// # Errors
+    /// As [`Watch::row`].
+    fn shape(&mut self, report: &BenchReport) -> Result<()>;
+}
+
+/// Whoever only wants the report.
+pub struct NotWatched;
+
+impl Watch for NotWatched {
+    fn row(&mut self, _: &BenchReport) -> Result<()> {
+        Ok(())
+    }
+
+    fn shape(&mut self, _: &BenchReport) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl BenchPlan {
+    /// Characters of the longest name of a row.
+    pub fn longest_name(&self) -> usize {
+        let shapes = self.subjects.iter().map(|subject| &subject.decode.shape);
+        let names = shapes.flat_map(|shape| {
+            self.formats.iter().map(|format| recipe_of(format, shape).unwrap_or_else(|| format.to_string()))
+        });
+        names.map(|name| name.chars().count()).max().unwrap_or_default()
+    }
+
+    /// A report without rows.
+    pub fn report<B: Timed>(&self, backend: &B, run: Run) -> BenchReport {
+        let not_default = self.not_default.clone();
+        BenchReport { backend: backend.name(), not_default, run: Some(run), shapes: Vec::new() }
+    }
+}
+
+/// Runs all rows. What was measured before an error is in the report all the same.
+pub async fn run<B: Timed>(
+    backend: &B,
+    plan: &BenchPlan,
+    report: &mut BenchReport,
+    watch: &mut dyn Watch,
+) -> Result<()> {
     let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
     let mut bench = Bench { backend, plan, guard: Guard::new(backend).await? };
-    let mut shapes = Vec::with_capacity(plan.subjects.len());
     for subject in &plan.subjects {
-        shapes.push(bench.shape(subject, &progress).await?);
+        bench.shape(subject, report, (&progress, watch)).await?;
+        progress.suspend(|| watch.shape(report))?;
     }
     progress.finish_and_clear();
-    let not_default = plan.not_default.clone();
-    Ok(BenchReport { backend: backend.name(), not_default, run: Some(run), shapes })
+    Ok(())
 }
 
 impl<B: Timed> Bench<'_, B> {
-    async fn shape(&mut self, subject: &Subject, progress: &ProgressBar) -> Result<ShapeReport> {
+    /// Adds a shape to the report, row by row.
+    async fn shape(
+        &mut self,
+        subject: &Subject,
+        report: &mut BenchReport,
+        (progress, watch): (&ProgressBar, &mut dyn Watch),
+    ) -> Result<()> {
         let decode = &subject.decode;
         let data = match &subject.data {
             Some(data) => DecodeData::of_sequence(self.backend, decode.clone(), data.clone()).await,
@@ -63,33 +120,39 @@ impl<B: Timed> Bench<'_, B> {
         };
         let data = match data {
             Err(error) if is_about_the_device(&error) => {
-                let rows = self.plan.formats.iter().map(|format| BenchRow::skipped(format, &error)).collect();
-                return Ok(ShapeReport::new(decode, None, rows));
+                let skipped = |format| BenchRow::skipped(format, &decode.shape, &error);
+                let rows = self.plan.formats.iter().map(skipped).collect();
+                report.shapes.push(ShapeReport::new(decode, None, rows));
+                return progress.suspend(|| watch.row(report));
             }
             other => other?,
         };
         let plain = self.backend.plain_step(&data)?;
         let mut readings = self.readings().await?;
-        let mut rows: Vec<BenchRow> = Vec::with_capacity(self.plan.formats.len());
+        let at = report.shapes.len();
+        report.shapes.push(ShapeReport::new(decode, plain, Vec::new()));
         for format in &self.plan.formats {
             progress.set_message(format!("{} {format}", decode.name));
             let mut row = self.row(&data, format).await?;
+            let shape = &mut report.shapes[at];
             if let RowOutcome::Timed(figures) = &mut row.outcome {
-                let f16 = rows.first().filter(|row| row.format == SegmentFormat::F16.to_string());
+                let f16 = shape.rows.iter().find(|row| row.format == SegmentFormat::F16.to_string());
                 let f16 = f16.and_then(|row| row.outcome.figures()).map(|f16| f16.step_us);
                 figures.times_f16 = f16.map(|f16| f16 / figures.step_us);
                 figures.times_plain_f32 = plain.map(|plain| plain * 1e6 / figures.step_us);
+                figures.percent_of_read = Some(figures.gigabytes_per_second * 1e11 / readings.best())
+                    .filter(|percent| *percent <= MOST_PERCENT_OF_READ);
             }
-            rows.push(row);
+            shape.rows.push(row);
             progress.inc(1);
+            progress.suspend(|| watch.row(report))?;
         }
-        self.read_again(&mut readings, &rows).await?;
+        let shape = &mut report.shapes[at];
+        self.read_again(&mut readings, &shape.rows).await?;
         let bandwidth = readings.bandwidth();
-        if let Some(read) = bandwidth {
-            rows.iter_mut().for_each(|row| row.outcome.beside(read));
-        }
-        let read_gigabytes_per_second = bandwidth.map(|read| read / 1e9);
-        Ok(ShapeReport { read_gigabytes_per_second, ..ShapeReport::new(decode, plain, rows) })
+        shape.rows.iter_mut().for_each(|row| row.outcome.compare_with(bandwidth));
+        shape.read_gigabytes_per_second = bandwidth.map(|read| read / 1e9);
+        Ok(())
     }
 
     /// A first reading of the bandwidth, on a device that is awake: the guard keeps it busy until it has raised its
@@ -117,7 +180,9 @@ impl<B: Timed> Bench<'_, B> {
     async fn row(&mut self, data: &DecodeData<B>, format: &BatchFormat) -> Result<BenchRow> {
         let workload = Workload::new(self.backend, data, format.clone(), self.plan.footprint).await;
         let workload = match workload {
-            Err(error) if is_about_the_device(&error) => return Ok(BenchRow::skipped(format, &error)),
+            Err(error) if is_about_the_device(&error) => {
+                return Ok(BenchRow::skipped(format, &data.decode.shape, &error));
+            }
             other => other?,
         };
         let report = workload.check(self.backend, data, self.options()).await?;
@@ -136,6 +201,7 @@ impl<B: Timed> Bench<'_, B> {
         };
         Ok(BenchRow {
             format: format.to_string(),
+            recipe: recipe_of(format, &data.decode.shape),
             parts: parts_of(format),
             nmse: report.accuracy.map(|accuracy| accuracy.error.nmse),
             nmse_int16,
@@ -169,8 +235,8 @@ impl<B: Timed> Bench<'_, B> {
     }
 }
 
-/// True if a smaller shape, a larger device or another backend would help.
+/// True if a smaller or another shape, a larger device or another backend would help.
 fn is_about_the_device(error: &kvpack::Error) -> bool {
-    use kvpack::Error::{Limit, OutOfMemory, Unsupported};
-    matches!(error, Limit { .. } | OutOfMemory { .. } | Unsupported { .. })
+    use kvpack::Error::{Format, Limit, OutOfMemory, Unsupported};
+    matches!(error, Format { .. } | Limit { .. } | OutOfMemory { .. } | Unsupported { .. })
 }

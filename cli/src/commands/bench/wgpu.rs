@@ -63,14 +63,12 @@ impl Timed for Wgpu {
         let together = (steps / FEWEST_MEASUREMENTS).clamp(1, STEPS_TOGETHER);
         let timed = steps.div_ceil(together).clamp(once_around.div_ceil(together).max(3), MOST_MEASUREMENTS);
         let timing = measure::time(self, &work, Repeats { warm_up: 2, timed, together }).await?;
-        Ok(StepTimes {
-            timer: match timing.clock {
-                Clock::Gpu => "GPU timestamps",
-                Clock::Wall => "wall clock",
-            },
-            launches: bound.swap_remove(0).labels,
-            seconds: timing.median().as_secs_f64(),
-        })
+        let timer = match timing.clock {
+            Clock::Gpu => "GPU timestamps",
+            Clock::Wall => "wall clock",
+        };
+        let samples = timing.sorted.iter().map(Duration::as_secs_f64).collect();
+        Ok(StepTimes::new(timer, bound.swap_remove(0).labels, samples))
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {

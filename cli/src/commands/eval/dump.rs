@@ -12,30 +12,33 @@ use super::layer::Calibrations;
 use super::stored::KeptInF16;
 use super::{Destination, formats, layer, page, precision};
 use crate::backend::{BackendArgs, Chosen};
-use crate::dump::{self, Dump};
+use crate::dump::{self, Dump, NamedDump};
 use crate::outcome::Outcome;
 use crate::print::{self, one_line, say};
 use crate::provenance;
 
+/// Heading of the options about dumps.
+pub const DUMP: &str = "Dump";
+
 /// Options about dumps.
 #[derive(clap::Args)]
 pub struct DumpArgs {
-    /// Of a dump: only f16 and the formats whose name contains this ('4-bit', 'per token').
-    #[arg(long, value_name = "TEXT", conflicts_with = "model")]
+    /// Only f16 and this recipe (kivi:4), or the formats whose name contains this text ('4-bit', 'per token').
+    #[arg(long, value_name = "RECIPE|TEXT", conflicts_with = "model", help_heading = DUMP)]
     format: Option<String>,
-    /// Of a dump: only the layer of this index in the model.
-    #[arg(long, value_name = "INDEX", conflicts_with = "model")]
+    /// Only the layer of this index in the model.
+    #[arg(long, value_name = "INDEX", conflicts_with = "model", help_heading = DUMP)]
     layer: Option<u32>,
     #[command(flatten)]
     kept: KeptInF16,
-    /// Of a dump: what a query and weights of 16 and of 8 bits add to the error of each format.
-    #[arg(long, conflicts_with_all = ["model", "report", "first", "last"])]
+    /// Measure what queries and weights of 16 and of 8 bits add to the error of each format, on a GPU.
+    #[arg(long, conflicts_with_all = ["model", "report", "first", "last"], help_heading = DUMP)]
     precision: bool,
 }
 
 /// Evaluates a dump.
-pub(super) fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
-    let mut dump = dump::read(file).with_context(|| file.display().to_string())?;
+pub(super) fn run(file: Option<&Path>, args: &DumpArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
+    let NamedDump { name, mut dump } = dump::open(file)?;
     if let Some(index) = args.layer {
         leave_layer(&mut dump, index)?;
     }
@@ -45,7 +48,7 @@ pub(super) fn run(file: &Path, args: &DumpArgs, backend: &BackendArgs, to: Desti
     let backend = backend.open()?;
     let run = provenance::run(backend.driver(), None);
     let task = Task {
-        file,
+        name: &name,
         dump: &dump,
         format: args.format.as_deref(),
         kept: args.kept,
@@ -97,8 +100,8 @@ fn leave_something_to_pack(dump: &Dump, kept: KeptInF16) -> Result<()> {
 
 /// What is evaluated.
 pub struct Task<'a> {
-    /// Where the dump is from.
-    pub file: &'a Path,
+    /// What to call the dump.
+    pub name: &'a str,
     /// The dump.
     pub dump: &'a Dump,
     /// Part of the formats' names; every format where there is none.
@@ -119,7 +122,7 @@ impl Task<'_> {
         let layers = self.layers(backend)?;
         Ok(EvalReport {
             run: Some(run),
-            file: self.file.display().to_string(),
+            file: self.name.to_owned(),
             model: self.dump.model.clone(),
             text: self.dump.text.clone(),
             backend: backend.name(),
@@ -173,16 +176,25 @@ fn print_report(report: &EvalReport) -> Result<()> {
     }
     say!("\nAll {} layers", report.layers.len())?;
     say!("{}", summary_table(&report.summary))?;
-    say!("\nerror: relative L2 error of the attention outputs against exact attention over the dump, in percent.")?;
-    say!("bits: per element of keys and values, with all ranges and padding.")?;
+    say!("\nerror: relative L2 error of the attention outputs against exact attention over the dump.")?;
+    say!(
+        "bits: per element of keys and values, including all ranges and padding; × smaller: than f16 without padding."
+    )?;
+    if report.kept_first + report.kept_last == 0 {
+        say!(
+            "Every token is packed. `kvpack demo` keeps the first and last 128 in f16: --keep-first 128 --keep-last 128."
+        )?;
+    }
     Ok(())
 }
 
 fn layer_table(rows: &[FormatRow]) -> comfy_table::Table {
-    let mut table = print::results(&["format", "error", "calibrated", "(τ1, τ2)", "bits", "bytes", "f16 /"], 1);
+    let header = ["recipe", "format", "error", "calibrated", "(τ1, τ2)", "bits", "bytes", "× smaller"];
+    let mut table = print::results(&header, 2);
     for row in rows {
         let calibrated = row.calibrated.as_ref();
         table.add_row([
+            row.recipe.clone().unwrap_or_else(|| "-".into()),
             row.format.clone(),
             print::percent(row.error),
             calibrated.map_or("-".into(), |calibrated| print::percent(calibrated.error)),
@@ -196,10 +208,21 @@ fn layer_table(rows: &[FormatRow]) -> comfy_table::Table {
 }
 
 fn summary_table(rows: &[SummaryRow]) -> comfy_table::Table {
-    let header = ["format", "mean error", "worst error", "calibrated", "layers improved", "bits", "bytes", "f16 /"];
-    let mut table = print::results(&header, 1);
+    let header = [
+        "recipe",
+        "format",
+        "mean error",
+        "worst error",
+        "calibrated",
+        "layers improved",
+        "bits",
+        "bytes",
+        "× smaller",
+    ];
+    let mut table = print::results(&header, 2);
     for row in rows {
         table.add_row([
+            row.recipe.clone().unwrap_or_else(|| "-".into()),
             row.format.clone(),
             print::percent(row.mean_error),
             print::percent(row.worst_error),

@@ -76,6 +76,7 @@ pub async fn evaluate<B: Backend>(
         let bits_per_element = bytes as f64 * 8.0 / (layer.keys.len() + layer.values.len()) as f64;
         rows.push(FormatRow {
             format: named.name.clone(),
+            recipe: named.recipe.clone(),
             error: plain,
             row_error: stored.row_error(backend, layer).await?,
             calibrated,
@@ -218,7 +219,7 @@ mod tests {
     use crate::dump;
 
     fn shipped(name: &str) -> dump::Dump {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../data");
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("data");
         dump::read(&folder.join(name)).unwrap()
     }
 

@@ -20,11 +20,17 @@ pub struct VisibleQuery<'a> {
 /// Tokens that stay in f16 whatever the format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::Args)]
 pub struct KeptInF16 {
-    /// Of a dump: keep this many first tokens in f16, a system prompt or the sink of a language model.
-    #[arg(long = "keep-first", value_name = "TOKENS", default_value_t = 0, conflicts_with = "model")]
+    /// Keep this many first tokens in f16: a system prompt, or the attention sink of a language model.
+    #[arg(
+        long = "keep-first", value_name = "TOKENS", default_value_t = 0, conflicts_with = "model",
+        help_heading = super::dump::DUMP
+    )]
     pub first: usize,
-    /// Of a dump: keep this many last tokens in f16, a recent window.
-    #[arg(long = "keep-last", value_name = "TOKENS", default_value_t = 0, conflicts_with = "model")]
+    /// Keep this many last tokens in f16: a residual window.
+    #[arg(
+        long = "keep-last", value_name = "TOKENS", default_value_t = 0, conflicts_with = "model",
+        help_heading = super::dump::DUMP
+    )]
     pub last: usize,
 }
 

@@ -27,45 +27,46 @@ use passkey::Passkey;
 use score::{Reference, Score};
 use wanted::Wanted;
 
+/// Heading of the options about models.
+const MODEL: &str = "Model";
+
 /// Options about models.
 #[derive(clap::Args)]
 pub struct ModelArgs {
     /// Run a GGUF model instead of reading a dump; scripts/fetch-model.sh fetches the default.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = DEFAULT_MODEL)]
+    #[arg(help_heading = MODEL, long, value_name = "FILE", num_args = 0..=1, default_missing_value = DEFAULT_MODEL)]
     pub model: Option<PathBuf>,
-    /// With --model: the text [default: a chapter that kvpack brings].
-    #[arg(long, value_name = "FILE", requires = "model")]
+    /// The text [default: the bundled chapters of Alice in Wonderland].
+    #[arg(help_heading = MODEL, long, value_name = "FILE", requires = "model")]
     text: Option<PathBuf>,
-    /// With --model: recipes, separated by spaces or given one by one; 'all' is every method at every width, with and
-    /// without a centre, 'centred' those with one, and 'windowed' every method with what protects it: a centre where it
-    /// takes one, and the first and the last 128 tokens in f16.
-    #[arg(long, value_name = "RECIPE", num_args = 1.., default_value = "all", requires = "model")]
+    /// Recipes, separated by spaces. 'all' is every method at every width, with and without a centre; 'centred' is those
+    /// with one; 'windowed' is every method with its protection: a centre where it takes one, and the first and last 128
+    /// tokens in f16.
+    #[arg(help_heading = MODEL, long, value_name = "RECIPE", num_args = 1.., default_value = "all", requires = "model")]
     recipes: Vec<String>,
-    /// With --model: read so many tokens of the text; perplexity is given at each.
-    #[arg(long, value_delimiter = ',', value_name = "N,N", default_value = "512,2048,4096", requires = "model")]
+    /// How many tokens of the text to read; perplexity is given at each length.
+    #[arg(help_heading = MODEL, long, value_delimiter = ',', value_name = "N,N", default_value = "512,2048,4096", requires = "model")]
     lengths: Vec<usize>,
-    /// With --model: tokens of the texts in which the pass key is hidden; 0 leaves that out.
-    #[arg(long, value_name = "N", default_value_t = 1024, requires = "model")]
+    /// Tokens of the texts in which the pass key is hidden; 0 skips this measurement.
+    #[arg(help_heading = MODEL, long, value_name = "N", default_value_t = 1024, requires = "model")]
     passkey_tokens: usize,
-    /// With --model: cut so many documents from the text, and let recipes answer questions about them
-    /// instead of reading it.
-    #[arg(long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens"])]
+    /// Cut N documents from the text and ask questions about them, instead of reading the text.
+    #[arg(help_heading = MODEL, long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens"])]
     documents: Option<usize>,
-    /// With --documents: tokens of each.
-    #[arg(long, value_name = "N", default_value_t = 640, requires = "documents")]
+    /// Tokens of each document.
+    #[arg(help_heading = MODEL, long, value_name = "N", default_value_t = 640, requires = "documents")]
     document_tokens: usize,
-    /// With --documents: what mixtures rank chunks by: bm25 (shared words), minilm (the encoder that
+    /// How mixtures rank the chunks of a document: bm25 (shared words), minilm (the encoder that
     /// scripts/fetch-encoder.sh fetches; minilm:FOLDER for one elsewhere), or FILE.safetensors with embeddings:
     /// documentN.chunks [chunks, width], documentN.quote and documentN.passkey [width] in F32, N from 0
     /// [default: bm25].
-    #[arg(long, value_name = "RANKING", num_args = 1.., requires = "documents")]
+    #[arg(help_heading = MODEL, long, value_name = "RANKING", num_args = 1.., requires = "documents")]
     rank_by: Vec<RankBy>,
-    /// With --documents: tokens of a chunk, 16 to 128 [default: 32].
-    #[arg(long, value_delimiter = ',', value_name = "N,N", requires = "documents")]
+    /// Tokens of a chunk of a document, 16 to 128 [default: 32].
+    #[arg(help_heading = MODEL, long, value_delimiter = ',', value_name = "N,N", requires = "documents")]
     chunk_tokens: Vec<usize>,
-    /// With --documents: how often a mixture's stores are shuffled over the chunks, to stand beside the ranked
-    /// ones [default: 1].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), requires = "documents")]
+    /// How often a mixture's stores are shuffled over the chunks, for comparison with the ranking [default: 1].
+    #[arg(help_heading = MODEL, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), requires = "documents")]
     draws: Option<u32>,
 }
 

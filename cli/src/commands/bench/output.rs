@@ -1,0 +1,306 @@
+//! What is printed and written of timed steps, row by row: a run that is interrupted loses nothing.
+
+use std::path::Path;
+
+use anyhow::Result;
+use kvpack_report::page::of_bench;
+use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
+
+use super::UNSTEADY_PERCENT;
+use super::run::Watch;
+use crate::commands::eval::page;
+use crate::print::{self, note, say};
+
+/// How rows are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// A table for people for each shape.
+    Table,
+    /// One table of comma-separated values.
+    Csv,
+    /// One table of Markdown.
+    Markdown,
+    /// The whole report at the end.
+    Json,
+}
+
+/// Prints rows as they end.
+pub struct Output<'a> {
+    style: Style,
+    /// Files of the report, rewritten after every row.
+    files: Option<&'a Path>,
+    /// Characters of the longest name of a row.
+    name_width: usize,
+    /// Shapes whose heading is printed, and rows of the last of them.
+    shapes: usize,
+    rows: usize,
+}
+
+impl<'a> Output<'a> {
+    /// Prints rows whose names have at most `name_width` characters.
+    pub const fn new(style: Style, files: Option<&'a Path>, name_width: usize) -> Self {
+        Self { style, files, name_width, shapes: 0, rows: 0 }
+    }
+
+    fn write(&self, report: &BenchReport) -> Result<()> {
+        self.files.map_or(Ok(()), |path| page::write(path, report, &of_bench(report)))
+    }
+
+    fn heading(&self, report: &BenchReport, shape: &ShapeReport) -> Result<()> {
+        let first = report.shapes.len() == 1;
+        match self.style {
+            Style::Json => {}
+            Style::Csv if first => say!("{}", CSV.join(","))?,
+            Style::Markdown if first => {
+                say!("| {} |", MARKDOWN.join(" | "))?;
+                say!("| --- | --- | ---: | --- |{}", " ---: |".repeat(MARKDOWN.len() - 4))?;
+            }
+            Style::Csv | Style::Markdown => {}
+            Style::Table => {
+                if first {
+                    say!("{}", report.backend)?;
+                    if !report.not_default.is_empty() {
+                        say!("not the default: {}", report.not_default.join(", "))?;
+                    }
+                }
+                say!("\n{}: {}", shape.shape, shape.described())?;
+                if let Some(plain) = shape.plain_f32_us {
+                    say!("plain f32 attention with the same threads: {plain:.1} µs")?;
+                }
+                say!("{}", self.table_line(&TABLE.map(str::to_owned), shape.plain_f32_us.is_some()))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn table_line(&self, cells: &[String; TABLE.len()], plain: bool) -> String {
+        let [name, us, spread, samples, f16, rate, read, bytes, nmse, launches, plain_f32, format] = cells;
+        let plain_f32 = if plain { format!(" {plain_f32:>8}") } else { String::new() };
+        let width = self.name_width.max(name.chars().count());
+        format!(
+            "{name:<width$} {us:>10} {spread:>7} {samples:>5} {f16:>6} {rate:>7} {read:>6} {bytes:>9} {nmse:>6} \
+             {launches:>8}{plain_f32}  {format}"
+        )
+        .trim_end()
+        .to_owned()
+    }
+
+    fn print_row(&self, shape: &ShapeReport, row: &BenchRow) -> Result<()> {
+        match self.style {
+            Style::Json => Ok(()),
+            Style::Csv => Ok(say!("{}", csv(shape, row).map(|cell| quoted(&cell)).join(","))?),
+            Style::Markdown => {
+                Ok(say!("| {} |", markdown(shape, row).map(|cell| cell.replace('|', "\\|")).join(" | "))?)
+            }
+            Style::Table => {
+                say!("{}", self.table_line(&table(row), shape.plain_f32_us.is_some()))?;
+                remark(row)
+            }
+        }
+    }
+}
+
+impl Watch for Output<'_> {
+    fn row(&mut self, report: &BenchReport) -> Result<()> {
+        let Some(shape) = report.shapes.last() else { return Ok(()) };
+        if self.shapes < report.shapes.len() {
+            (self.shapes, self.rows) = (report.shapes.len(), 0);
+            self.heading(report, shape)?;
+        }
+        for row in &shape.rows[self.rows.min(shape.rows.len())..] {
+            self.print_row(shape, row)?;
+        }
+        self.rows = shape.rows.len();
+        self.write(report)
+    }
+
+    fn shape(&mut self, report: &BenchReport) -> Result<()> {
+        let Some(shape) = report.shapes.last() else { return Ok(()) };
+        if self.style == Style::Table {
+            print_sums(shape)?;
+            match shape.read_gigabytes_per_second {
+                Some(read) => say!("read bandwidth, measured before and after the rows: {} GB/s", print::rate(read))?,
+                None if shape.rows.iter().any(|row| row.outcome.figures().is_some()) => {
+                    say!("the read bandwidth is not known: no two readings of it agree; close other programs")?;
+                }
+                None => {}
+            }
+        }
+        // What only the last reading of the bandwidth shows.
+        for row in &shape.rows {
+            if let RowOutcome::Discarded { reason, .. } = &row.outcome
+                && self.style != Style::Json
+            {
+                note!("discarded {}, {}: {reason}", shape.shape, row.name());
+            }
+        }
+        self.write(report)
+    }
+}
+
+/// What is wrong with a row, below it.
+fn remark(row: &BenchRow) -> Result<()> {
+    let name = row.name();
+    match &row.outcome {
+        RowOutcome::Timed(figures) if figures.guard_low_percent > UNSTEADY_PERCENT => {
+            say!("{}", unsteady(name, figures))?
+        }
+        RowOutcome::Timed(_) | RowOutcome::Discarded { .. } => {}
+        RowOutcome::Wrong { reason } => say!("WRONG {name}: {reason}")?,
+        RowOutcome::Skipped { reason } => say!("skipped {name}: {reason}")?,
+    }
+    Ok(())
+}
+
+/// The warning of a figure that the guard does not trust.
+pub fn unsteady(name: &str, figures: &Figures) -> String {
+    format!(
+        "unsteady {name}: the device ran {:.0} % below its best before or after it; close other programs",
+        figures.guard_low_percent
+    )
+}
+
+/// Compares batches in several formats with their parts, each timed alone.
+fn print_sums(shape: &ShapeReport) -> Result<()> {
+    for row in shape.rows.iter().filter(|row| row.parts.len() > 1) {
+        let alone = |part: &String| shape.rows.iter().find(|row| row.format == *part)?.outcome.figures();
+        let parts: Option<f64> = row.parts.iter().map(|part| Some(alone(part)?.step_us)).sum();
+        if let (Some(parts), Some(figures)) = (parts, row.outcome.figures()) {
+            let percent = (figures.step_us / parts - 1.0) * 100.0;
+            say!("{}: {:.1} µs; its parts alone {parts:.1} µs in all ({percent:+.1} %)", row.format, figures.step_us)?;
+        }
+    }
+    Ok(())
+}
+
+const TABLE: [&str; 12] =
+    ["recipe", "µs", "±", "n", "× f16", "GB/s", "% read", "MB", "NMSE", "launches", "× plain", "format"];
+
+fn number(value: Option<f64>, digits: usize) -> String {
+    value.map_or("-".into(), |value| format!("{value:.digits$}"))
+}
+
+fn table(row: &BenchRow) -> [String; TABLE.len()] {
+    let figures = row.outcome.figures();
+    let of = |part: fn(&Figures) -> Option<f64>| figures.and_then(part);
+    let format = if row.recipe.as_ref() == Some(&row.format) { String::new() } else { row.format.clone() };
+    let named = row.recipe.is_some();
+    [
+        row.name().to_owned(),
+        number(of(|figures| Some(figures.step_us)), 1),
+        spread(figures),
+        figures.and_then(|figures| figures.spread).map_or("-".into(), |spread| spread.samples.to_string()),
+        number(of(|figures| figures.times_f16), 2),
+        figures.map_or("-".into(), |figures| print::rate(figures.gigabytes_per_second)),
+        number(of(|figures| figures.percent_of_read), 0),
+        format!("{:.2}", row.bytes as f64 / 1e6),
+        row.nmse.map_or("-".into(), |nmse| format!("{nmse:.0e}")),
+        figures.filter(|f| !f.launches.is_empty()).map_or("-".into(), |figures| figures.launches.len().to_string()),
+        number(of(|figures| figures.times_plain_f32), 2),
+        if named { format } else { String::new() },
+    ]
+}
+
+/// Half of the distance between the quartiles, in percent.
+fn spread(figures: Option<&Figures>) -> String {
+    let spread = figures.and_then(|figures| Some(figures.spread?.percent_of(figures.step_us)));
+    spread.map_or("-".into(), |percent| format!("{percent:.1} %"))
+}
+
+const MARKDOWN: [&str; 12] =
+    ["step", "recipe", "µs", "format", "±", "n", "× f16", "GB/s", "% read", "MB", "NMSE", "× plain f32"];
+
+fn markdown(shape: &ShapeReport, row: &BenchRow) -> [String; MARKDOWN.len()] {
+    let [name, us, spread, samples, f16, rate, read, bytes, nmse, _, plain, _] = table(row);
+    let us = match &row.outcome {
+        RowOutcome::Timed(_) => us,
+        outcome => outcome.word().to_owned(),
+    };
+    [
+        shape.shape.clone(),
+        format!("`{name}`"),
+        us,
+        row.format.clone(),
+        spread,
+        samples,
+        f16,
+        rate,
+        read,
+        bytes,
+        nmse,
+        plain,
+    ]
+}
+
+const CSV: [&str; 21] = [
+    "shape",
+    "sequences",
+    "tokens",
+    "query_heads",
+    "kv_heads",
+    "head_dim",
+    "recipe",
+    "format",
+    "outcome",
+    "step_us",
+    "low_us",
+    "high_us",
+    "samples",
+    "times_f16",
+    "times_plain_f32",
+    "gigabytes_per_second",
+    "percent_of_read",
+    "bytes",
+    "nmse",
+    "timer",
+    "reason",
+];
+
+fn csv(shape: &ShapeReport, row: &BenchRow) -> [String; CSV.len()] {
+    let figures = row.outcome.figures();
+    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
+    let of = |part: fn(&Figures) -> Option<f64>| number(figures.and_then(part));
+    let spread = figures.and_then(|figures| figures.spread);
+    [
+        shape.shape.clone(),
+        shape.sequences.to_string(),
+        shape.tokens.to_string(),
+        shape.query_heads.to_string(),
+        shape.kv_heads.to_string(),
+        shape.head_dim.to_string(),
+        row.recipe.clone().unwrap_or_default(),
+        row.format.clone(),
+        row.outcome.word().to_owned(),
+        of(|figures| Some(figures.step_us)),
+        number(spread.map(|spread| spread.low_us)),
+        number(spread.map(|spread| spread.high_us)),
+        spread.map_or(String::new(), |spread| spread.samples.to_string()),
+        of(|figures| figures.times_f16),
+        of(|figures| figures.times_plain_f32),
+        of(|figures| Some(figures.gigabytes_per_second)),
+        of(|figures| figures.percent_of_read),
+        row.bytes.to_string(),
+        number(row.nmse),
+        figures.map_or(String::new(), |figures| figures.timer.clone()),
+        row.outcome.reason().unwrap_or_default().to_owned(),
+    ]
+}
+
+/// A cell of comma-separated values.
+fn quoted(cell: &str) -> String {
+    match cell.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", cell.replace('"', "\"\"")),
+        false => cell.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_keep_their_commas() {
+        assert_eq!(quoted("4-bit per token"), "4-bit per token");
+        assert_eq!(quoted("K 4-bit, V \"2\""), "\"K 4-bit, V \"\"2\"\"\"");
+    }
+}
