@@ -16,9 +16,11 @@ start().catch((error) => say(`This page could not start: ${error.message ?? erro
 async function start() {
   await init();
   session = await open();
+  if (!session) return;
   await run("check", check, () => ({ backend: sections.device.dataset.name, cases: rows.check }));
   await run("bench", bench, () => named(benchRun.report()));
   await run("quality", quality, () => named(qualityRun.report()));
+  offerAll();
 }
 
 /** A report under the name of the device, which the browser tells the page and not the library. */
@@ -28,7 +30,17 @@ function named(report) {
 
 // --- the device -----------------------------------------------------------------------------------------------------
 
+/** Paths that the address may ask for. */
+const paths = ["floor", "f16", "subgroups", "matrices"];
+
 async function open() {
+  const nonsense = unknownOptions();
+  if (nonsense) {
+    describe(undefined);
+    say(nonsense);
+    sections.device.querySelector(".status").textContent = "Nothing was started.";
+    return undefined;
+  }
   if (options.get("backend") !== "cpu") {
     try {
       const gpu = await Session.gpu(options.get("path") ?? undefined);
@@ -46,6 +58,16 @@ async function open() {
   }
   describe(undefined);
   return Session.cpu();
+}
+
+/** What of the address cannot be meant, in a sentence; nothing where all can. */
+function unknownOptions() {
+  const [path, backend, part] = [options.get("path"), options.get("backend"), options.get("part")];
+  if (path !== null && !paths.includes(path)) return `The address asks for path=${path}; the paths are ${paths.join(", ")}.`;
+  if (backend !== null && !["cpu", "gpu"].includes(backend)) return `The address asks for backend=${backend}; the backends are gpu and cpu.`;
+  const [number, parts] = (part ?? "1/1").split("/").map(Number);
+  if (!(number >= 1 && number <= parts)) return `The address asks for part=${part}; give a part and how many there are, as 1/4.`;
+  return undefined;
 }
 
 function describe(device, info) {
@@ -91,6 +113,7 @@ async function run(name, measure, report) {
   save.onclick = () => download(`kvpack-${name}.json`, report());
   start.disabled = false;
   start.onclick = async () => {
+    stopping = false;
     setBusy(true);
     section.dataset.state = "running";
     try {
@@ -103,6 +126,36 @@ async function run(name, measure, report) {
     section.querySelector("progress").hidden = true;
     setBusy(false);
   };
+}
+
+/** Joins the buttons of the whole page: all three measurements, and an end after the row that is under way. */
+function offerAll() {
+  const [all, stop, estimate] = ["all", "stop", "estimate"].map((id) => document.getElementById(id));
+  const checks = wantedChecks().length;
+  // On Chromium's software driver a check took 10 s and a width 13 s; hardware takes a tenth of that.
+  const slow = sections.device.dataset.path === "cpu" || /swiftshader|llvmpipe/i.test(sections.device.dataset.name);
+  const estimated = (checks + 2 * 6) * (slow ? 10 : 1);
+  estimate.textContent = `About ${estimated < 90 ? `${Math.max(10, Math.round(estimated / 10) * 10)} s` : `${Math.round(estimated / 60)} min`} for everything.`;
+  all.disabled = false;
+  all.onclick = async () => {
+    for (const name of ["check", "bench", "quality"]) {
+      await sections[name].querySelector(".run").onclick();
+      if (stopping || sections[name].dataset.state === "stopped") break;
+    }
+  };
+  stop.onclick = () => {
+    stopping = true;
+    stop.disabled = true;
+    stop.textContent = "Stopping …";
+  };
+}
+
+/** Set by the button that stops; the row that is under way ends first. */
+let stopping = false;
+
+/** Ends a run where it was asked to stop. */
+function orStopped() {
+  if (stopping) throw new Error("you stopped it. What was measured stands.");
 }
 
 /** The names of the checks that the address asks for; with part=2/3 the second of three equal parts of them. */
@@ -119,16 +172,20 @@ function countOf(checks) {
 
 function setBusy(busy) {
   const gone = notice.textContent.startsWith("The GPU device was lost");
-  for (const control of document.querySelectorAll("button.run, select")) control.disabled = busy || gone;
+  for (const control of document.querySelectorAll("button.run, select, #all")) control.disabled = busy || gone;
+  const stop = document.getElementById("stop");
+  Object.assign(stop, { hidden: !busy, disabled: false, textContent: "Stop" });
 }
 
 async function check(section) {
   const names = wantedChecks();
+  if (names.length === 0) throw new Error(`no check's name contains "${options.get("filter") ?? ""}"; with ?cases=all every name is searched.`);
   const list = section.querySelector(".cases");
   const begin = performance.now();
   rows.check = [];
   list.replaceChildren();
   for (const [index, name] of names.entries()) {
+    orStopped();
     progress(section, index, names.length, name);
     await pause();
     const row = await orLost(session.check(name));
@@ -150,7 +207,12 @@ function offerShapes(section) {
   const names = { "g4-b32-8k": "32 × 8192 tokens (1 GB)", "g3-d64-b8-8k": "8 × 8192 tokens (50 MB)", "g4-b1-4k": "1 × 4096 tokens (17 MB)", "g1-b1-4k": "1 × 4096 tokens, 8 heads (17 MB)" };
   const choices = [["", "what suits the device"], ...session.benchShapes().map((name) => [name, names[name] ?? name])];
   select.replaceChildren(...choices.map(([value, label]) => Object.assign(made("option", label), { value })));
-  select.value = options.get("shape") ?? "";
+  const wanted = options.get("shape") ?? "";
+  select.value = wanted;
+  if (select.value !== wanted) {
+    select.value = "";
+    status(section, `There is no shape "${wanted}"; the page has ${session.benchShapes().join(", ")}.`);
+  }
   select.disabled = false;
 }
 
@@ -158,10 +220,12 @@ async function bench(section) {
   progress(section, 0, 1, "the data");
   await inFront(section);
   benchRun = await orLost(session.bench(section.querySelector("select").value || undefined));
-  const formats = chosen(benchRun.formats());
+  // f16 is always there: the others are compared with it.
+  const formats = chosen(benchRun.formats(), "f16");
   for (const [done, [index, name]] of formats.entries()) {
     // A browser slows what is not seen down: such a row is measured again.
     for (;;) {
+      orStopped();
       await inFront(section);
       progress(section, done, formats.length, name);
       await pause();
@@ -180,17 +244,18 @@ function showBench(section) {
   const timed = shape.rows.filter((row) => row.outcome === "timed");
   const bar = (row) => ({
     label: short(row.format),
-    value: row.gigabytes_per_second,
+    value: row.step_us,
     brief: duration(row.step_us),
-    note: `${duration(row.step_us)} · ${number(row.gigabytes_per_second)} GB/s`,
+    note: row.times_f16 && row.format !== "f16" ? `${duration(row.step_us)} · ${number(row.times_f16)} × f16` : duration(row.step_us),
+    baseline: row.format === "f16",
   });
-  if (timed.length > 0) draw(section, (place) => bars(place, timed.map(bar), benchRun.read));
+  if (timed.length > 0) draw(section, (place) => bars(place, timed.map(bar)));
   const cells = (row) =>
     row.outcome === "timed"
-      ? [short(row.format), number(row.bytes / 1e6), number(row.step_us), number(row.gigabytes_per_second), `${row.percent_of_read.toFixed(0)} %`,
-         row.times_f16 ? number(row.times_f16) : "–", row.nmse.toExponential(0)]
-      : [short(row.format), "–", `${row.outcome}: ${row.reason}`];
-  table(section, ["width", "MB read", "µs", "GB/s", "of read", "× f16", "NMSE"], shape.rows.map(cells));
+      ? [row.recipe ?? short(row.format), number(row.bytes / 1e6), number(row.step_us), spread(row), number(row.gigabytes_per_second),
+         `${row.percent_of_read.toFixed(0)} %`, row.times_f16 ? number(row.times_f16) : "–", row.nmse.toExponential(0)]
+      : [row.recipe ?? short(row.format), "–", `${row.outcome}: ${row.reason}`];
+  table(section, ["recipe", "MB read", "µs", "±", "GB/s", "of read", "× f16", "NMSE"], shape.rows.map(cells));
   section.querySelector(".save").hidden = false;
 }
 
@@ -201,6 +266,7 @@ async function quality(section) {
   qualityRun = await orLost(session.quality(new Uint8Array(await answer.arrayBuffer())));
   const formats = chosen(qualityRun.formats());
   for (const [done, [index, name]] of formats.entries()) {
+    orStopped();
     progress(section, done, formats.length, name);
     await pause();
     await orLost(qualityRun.row(index));
@@ -218,9 +284,12 @@ function showQuality(section) {
   section.querySelector(".save").hidden = false;
 }
 
-/** The formats that the address asks for, with their places in the list. */
-function chosen(formats) {
-  return [...formats.entries()].filter(([, name]) => name.includes(options.get("format") ?? ""));
+/** The formats that the address asks for, with their places in the list, and the one that the others are compared with. */
+function chosen(formats, baseline) {
+  const wanted = options.get("format") ?? "";
+  const fitting = [...formats.entries()].filter(([, name]) => name.includes(wanted));
+  if (fitting.length === 0) throw new Error(`no format's name contains "${wanted}"; the formats are ${formats.join(", ")}.`);
+  return [...formats.entries()].filter(([, name]) => name === baseline || name.includes(wanted));
 }
 
 // --- waiting --------------------------------------------------------------------------------------------------------
@@ -278,7 +347,7 @@ function progress(section, done, all, what) {
 const drawings = new Map();
 addEventListener("resize", () => drawings.forEach((drawing, place) => drawing(place)));
 
-/** Draws now, and anew whenever the window has another width. */
+/** Draws now, and again whenever the width of the window changes. */
 function draw(section, drawing) {
   const place = section.querySelector(".plot");
   drawings.set(place, drawing);
@@ -313,6 +382,11 @@ function made(name, content) {
 function short(format) {
   const [, bits] = /^(?:K )?(\d)-bit/.exec(format) ?? [];
   return bits ? `${bits} bit${bits === "1" ? "" : "s"}` : format;
+}
+
+/** Half of the distance between the quartiles of the samples, in percent. */
+function spread(row) {
+  return row.spread ? `${(((row.spread.high_us - row.spread.low_us) / 2 / row.step_us) * 100).toFixed(1)} %` : "–";
 }
 
 function mebibytes(bytes) {

@@ -5,29 +5,28 @@ const rowHeight = 30;
 /** About what a character of a label takes, and the height of its line. */
 const [characterWidth, lineHeight] = [7, 14];
 
-/** Bars of GB/s, one for each row, and the read bandwidth as a line. Rows: { label, value, note, brief }. */
-export function bars(place, rows, limit) {
+/** Bars of time, one for each row: shorter is better. Rows: { label, value, note, brief, baseline }. */
+export function bars(place, rows) {
   const width = widthOf(place);
   const left = 92;
   const right = 12;
-  const most = Math.max(limit, ...rows.map((row) => row.value)) * 1.02;
+  const most = Math.max(...rows.map((row) => row.value)) * 1.02;
   const x = (value) => left + (value / most) * (width - left - right);
   const height = rows.length * rowHeight + 30;
-  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "GB/s of each width" });
+  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "time of a decode step at each width; shorter is better" });
   rows.forEach((row, index) => {
     const y = index * rowHeight + 4;
     svg.append(text(row.label, { x: left - 8, y: y + 16, "text-anchor": "end" }));
-    svg.append(element("rect", { class: "bar", x: left, y, width: Math.max(x(row.value) - left, 1), height: rowHeight - 8, rx: 2 }));
-    // Beside the bar, or within it; the brief note where there is no room for the other.
+    svg.append(element("rect", { class: row.baseline ? "baseline" : "bar", x: left, y, width: Math.max(x(row.value) - left, 1), height: rowHeight - 8, rx: 2 }));
+    // Next to the bar, or within it; the brief note where there is no room for the other.
     const [behind, within] = [width - x(row.value) - 6, x(row.value) - left - 12];
     const fits = (note, room) => note.length * characterWidth <= room;
     const note = fits(row.note, Math.max(behind, within)) ? row.note : row.brief;
-    const place = fits(note, within) ? { x: x(row.value) - 6, "text-anchor": "end", style: "fill: #fff" } : { x: x(row.value) + 6 };
+    const place = fits(note, within) ? { x: x(row.value) - 6, "text-anchor": "end", class: row.baseline ? "baseline-text" : "within" } : { x: x(row.value) + 6 };
     svg.append(text(note, { y: y + 16, ...place }));
   });
   const bottom = rows.length * rowHeight;
-  svg.append(element("line", { class: "limit", x1: x(limit), x2: x(limit), y1: 0, y2: bottom + 4 }));
-  svg.append(text(`reads memory at ${number(limit)} GB/s`, { class: "quiet", x: x(limit), y: bottom + 20, "text-anchor": "end" }));
+  svg.append(text("shorter is better", { class: "quiet", x: width - right, y: bottom + 16, "text-anchor": "end" }));
   place.replaceChildren(svg);
 }
 

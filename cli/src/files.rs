@@ -135,11 +135,11 @@ fn new_file(directory: &Path) -> io::Result<NamedTempFile> {
     builder.tempfile_in(directory)
 }
 
-/// The reason alone: a temporary file's name means nothing to whoever reads the message.
+/// The reason alone: tempfile adds the name of the temporary file, which means nothing to whoever reads the message.
 fn without_temporary_name(error: io::Error) -> io::Error {
-    let source = error.get_ref().and_then(std::error::Error::source).and_then(|source| source.downcast_ref());
-    match source.and_then(io::Error::raw_os_error) {
-        Some(code) => io::Error::from_raw_os_error(code),
+    let text = error.to_string();
+    match text.rsplit_once(" at path ") {
+        Some((reason, _)) => io::Error::new(error.kind(), reason.to_owned()),
         None => error,
     }
 }

@@ -29,7 +29,13 @@ await test("measures on WebGPU", async () => {
   expect((await run(page, "bench")).state === "done", "the benchmark ends");
   expect((await run(page, "quality")).state === "done", "the measurement of quality ends");
   const report = await downloaded(page, "bench");
-  const [row] = report.shapes[0].rows;
+  // The address asks for 2 bits; f16 is there all the same, and the others are compared with it.
+  const [f16, row] = report.shapes[0].rows;
+  expect(f16.format === "f16" && row.format.startsWith("2-bit"), "f16 comes first");
+  expect(Math.abs(row.times_f16 - f16.step_us / row.step_us) < 1e-6, `× f16 is ${row.times_f16}`);
+  expect(row.recipe === "calibquant:2" && row.spread.samples > 1, JSON.stringify(row));
+  const widths = await page.locator("#bench .plot rect").evaluateAll((bars) => bars.map((bar) => Number(bar.getAttribute("width"))));
+  expect(widths.length === 2 && widths[0] / widths[1] > 0.9 * (f16.step_us / row.step_us), "bars are times");
   expect(report.shapes[0].shape === "g1-b1-4k" && row.outcome === "timed" && row.nmse < 1e-4 && row.step_us > 0, JSON.stringify(report));
   const { formats } = await downloaded(page, "quality");
   expect(formats.length === 1 && formats[0].error > 0 && formats[0].error < 1 && formats[0].times_smaller > 3, JSON.stringify(formats));
@@ -48,6 +54,45 @@ await test("runs the CPU twin where there is no WebGPU", async () => {
   expect((await run(page, "quality")).state === "done", "the measurement of quality ends");
   await photograph(page, "no-webgpu");
   expect(errors.length === 0, `console: ${errors}`);
+});
+
+await test("stops, and goes on after that", async () => {
+  const { page } = await open(browser.context, `${server.link}?filter=${oneOfEachKind}`);
+  expect((await page.locator("#estimate").innerText()).startsWith("About"), "all of it has an estimate");
+  expect(await page.locator("#stop").isHidden(), "nothing runs that could be stopped");
+  await page.locator("#all").click();
+  await page.locator("#check .cases li").first().waitFor({ timeout: 60_000 });
+  await page.locator("#stop").click();
+  const stopped = await ended(page, "check", 60_000);
+  expect(stopped.state === "stopped" && stopped.status.includes("you stopped it"), stopped.status);
+  expect((await page.locator("#bench").getAttribute("data-state")) === null, "the others do not begin");
+  expect((await page.locator("#stop").isHidden()) && (await page.locator("#check .run").isEnabled()), "it can begin again");
+});
+
+await test("says what of the address is nonsense", async () => {
+  const { page } = await open(browser.context, `${server.link}?filter=nonsense&format=nonsense&shape=nonsense`);
+  expect((await page.locator("#bench .status").innerText()).includes('no shape "nonsense"'), "the shape");
+  for (const [section, what] of [["check", "no check's name contains"], ["bench", "no format's name contains"], ["quality", "no format's name contains"]]) {
+    const { state, status } = await run(page, section);
+    expect(state === "stopped" && status.includes(what), `${section}: ${status}`);
+  }
+  const other = await browser.context.newPage();
+  await other.goto(`${server.link}?path=nonsense`);
+  await other.locator("#notice:not([hidden])").waitFor({ timeout: 30_000 });
+  expect((await other.locator("#notice").innerText()).includes("the paths are floor"), "the path");
+});
+
+await test("can be used without seeing it", async () => {
+  const { page } = await open(browser.context, server.link);
+  const unnamed = await page.locator("progress:not([aria-label])").count();
+  const silent = await page.locator('section .status:not([role="status"])').count();
+  expect(unnamed === 0 && silent === 0, `${unnamed} bars without a name, ${silent} lines that are not announced`);
+  expect((await page.locator('a[href*="github.com"]').count()) >= 1, "a link to the project");
+  for (const colorScheme of ["light", "dark"]) {
+    await page.emulateMedia({ colorScheme });
+    const ratios = await page.evaluate(contrasts);
+    expect(ratios.every(([, ratio]) => ratio >= 4.5), `${colorScheme}: ${JSON.stringify(ratios)}`);
+  }
 });
 
 await test("says what the browser refuses", async () => {
@@ -211,6 +256,22 @@ async function everyCase(part) {
   } finally {
     await own.close();
   }
+}
+
+/** In the page: contrast of text on what it stands on, by the formula of WCAG. */
+function contrasts() {
+  const style = getComputedStyle(document.documentElement);
+  const luminance = (name) => {
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(style.getPropertyValue(name).trim().slice(at, at + 2), 16) / 255);
+    const linear = (x) => (x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  };
+  const pairs = [["--text", "--ground"], ["--text", "--card"], ["--muted", "--card"], ["--accent", "--card"], ["--on-accent", "--accent"],
+    ["--on-bar", "--bar"], ["--on-baseline", "--baseline"], ["--bad", "--card"], ["--good", "--card"]];
+  return pairs.map(([a, b]) => {
+    const [x, y] = [luminance(a), luminance(b)];
+    return [`${a} on ${b}`, (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05)];
+  });
 }
 
 /** Screenshots in the widths of a desktop and of a phone, light and dark; nothing may be wider than the screen. */

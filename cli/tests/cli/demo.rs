@@ -45,16 +45,16 @@ fn the_demo_agrees_with_the_command_that_it_names() {
     assert_eq!(demo.code, 0, "{}{}", demo.out, demo.err);
     // Figures say how far their samples lie apart.
     assert!(demo.out.contains("A decode step, f16: ") && demo.out.contains("(n = "), "{}", demo.out);
-    assert!(fs::read_to_string(format!("{report}.html")).unwrap().contains("kivi:4"));
+    assert!(fs::read_to_string(format!("{report}.html")).unwrap().contains("int4"));
     let shown = json(&fs::read_to_string(format!("{report}.json")).unwrap());
 
     let named = format!("kvpack eval {dump} --keep-first 128 --keep-last 128");
     assert!(demo.out.contains(&named), "{}", demo.out);
     let mut arguments: Vec<&str> = named.split(' ').skip(1).collect();
-    arguments.extend(["--backend", "cpu", "--format", "kivi:4", "--json"]);
+    arguments.extend(["--backend", "cpu", "--format", "int4", "--json"]);
     let eval = kvpack(&arguments);
     assert_eq!(eval.code, 0, "{}", eval.err);
-    assert_eq!(error(&shown, "kivi:4"), error(&json(&eval.out), "kivi:4"));
+    assert_eq!(error(&shown, "int4"), error(&json(&eval.out), "int4"));
 
     // What it recommends can be pasted.
     let line = demo.out.lines().find(|line| line.trim_start().starts_with("4 bits")).expect("a row of 4 bits");

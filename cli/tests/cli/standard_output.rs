@@ -15,7 +15,7 @@ fn commands() -> Vec<Vec<String>> {
         &["--help"],
         &["list"],
         &["list", "--json"],
-        &["check", "--backend", "cpu", "--filter", "segments-many-heads"],
+        &["check", "--all", "--backend", "cpu", "--filter", "segments-many-heads"],
         &[
             "bench",
             "--backend",

@@ -158,9 +158,8 @@ fn point(shape: &ShapeReport, row: &BenchRow) -> Option<(Named, Point)> {
         format!(" ± {:.1} % of {} samples", spread.percent_of(figures.step_us), spread.samples)
     });
     let tip = format!(
-        "{}\n{}\n{:.1} µs{spread}{percent}\n{:.2} bits per element, {:.2} MB",
-        row.name(),
-        if row.recipe.is_some() { row.format.as_str() } else { "" },
+        "{}\n{:.1} µs{spread}{percent}\n{:.2} bits per element, {:.2} MB",
+        super::named(row.name(), &row.format),
         figures.step_us,
         bits(shape, row),
         row.bytes as f64 / 1e6

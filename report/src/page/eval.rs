@@ -127,9 +127,8 @@ fn points(report: &EvalReport, error: impl Fn(&SummaryRow) -> Option<f64>) -> Ve
         let named = Named::format(&row.format).filter(|named| named.family != Family::F16)?;
         let y = error(row).filter(|error| *error > 0.0)?;
         let tip = format!(
-            "{}\n{}\noutputs: {} (worst layer {})\n{:.2} bits per element of the packed tokens\nwhole cache: {}, {:.2} bits",
-            row.name(),
-            if row.recipe.is_some() { row.format.as_str() } else { "" },
+            "{}\noutputs: {} (worst layer {})\n{:.2} bits per element of the packed tokens\nwhole cache: {}, {:.2} bits",
+            super::named(row.name(), &row.format),
             percent(row.mean_error),
             percent(row.worst_error),
             row.packed_bits,

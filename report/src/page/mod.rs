@@ -205,6 +205,11 @@ fn run_in_words(run: Option<&crate::Run>) -> String {
     format!("{}{commit}, driver {}: {}", run.date, run.driver, run.command)
 }
 
+/// A recipe with its format on a line of its own, or a format alone.
+fn named(name: &str, format: &str) -> String {
+    if name == format { format.to_owned() } else { format!("{name}\n{format}") }
+}
+
 /// A fraction in percent with two or three digits that count.
 fn percent(fraction: f64) -> String {
     let value = fraction * 100.0;
