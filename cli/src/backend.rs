@@ -10,6 +10,7 @@ use kvpack::cuda::{Cuda, KernelCache};
 use kvpack::wgpu::{Checks, Kernels, Path, Requirements, Wgpu, adapters, choose_adapter, open_device};
 use pollster::block_on;
 
+use crate::compiled;
 use crate::print::note;
 
 /// Options that choose the backend.
@@ -169,9 +170,15 @@ impl BackendArgs {
         // run into. Of these, kvpack uses cooperative matrices, in `attend_matrix`, `attend_run` and the kernels of
         // statistics whose names end as that of the first, and `kvpack check` checks them.
         let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
-        let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
+        let mut requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
+        requirements.features |= compiled::wanted(&adapter);
         let (device, queue) = block_on(open_device(&adapter, requirements))?;
-        let wgpu = Wgpu::with_kernels(queue, Arc::new(Kernels::new(&device, checks)))?;
+        let kernels = Kernels::new(&device, checks);
+        let kernels = match compiled::open(&device) {
+            Some(cache) => kernels.with_pipeline_cache(cache),
+            None => kernels,
+        };
+        let wgpu = Wgpu::with_kernels(queue, Arc::new(kernels))?;
         let wgpu = wgpu.with_matrices(&adapter).restricted_to(path);
         if self.path.is_some() && wgpu.capabilities().path() != path {
             bail!(

@@ -7,6 +7,7 @@ mod adapters;
 mod backend;
 mod chunk_ranking;
 mod commands;
+mod compiled;
 mod dump;
 mod files;
 mod golden;
@@ -23,7 +24,11 @@ use clap::Parser;
 /// Runs the command that the arguments of the process name.
 pub fn main() -> ExitCode {
     outcome::exit_code(match commands::Command::try_parse() {
-        Ok(command) => command.run(),
+        Ok(command) => {
+            let result = command.run();
+            compiled::keep();
+            result
+        }
         // Help and versions go to standard output, wrong usage to standard error.
         Err(message) => match message.print() {
             Ok(()) => return ExitCode::from(message.exit_code() as u8),

@@ -91,6 +91,28 @@ fn drivers_say_nothing() {
     assert!(output.status.success() && !message.contains("XDG_RUNTIME_DIR"), "{message}");
 }
 
+/// Where an adapter can keep compiled kernels, the second process finds them.
+#[test]
+fn compiled_kernels_are_kept() {
+    let list: serde_json::Value = serde_json::from_str(&kvpack(&["list", "--json"]).out).unwrap();
+    let can = |adapter: &serde_json::Value| {
+        adapter["all_features"].as_array().is_some_and(|all| all.iter().any(|feature| feature == "PIPELINE_CACHE"))
+    };
+    if !list["adapters"].as_array().unwrap().first().is_some_and(can) {
+        return;
+    }
+    let cache = std::path::Path::new(crate::common::SCRATCH).join("pipelines");
+    let _ = std::fs::remove_dir_all(&cache);
+    for _ in 0..2 {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvpack"));
+        let arguments = ["check", "--backend", "wgpu", "--kind", "top-k", "--filter", "ties"];
+        let output = command.args(arguments).env("XDG_CACHE_HOME", &cache).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let kept: Vec<_> = std::fs::read_dir(cache.join("kvpack")).unwrap().collect();
+        assert_eq!(kept.len(), 1, "{kept:?}");
+    }
+}
+
 /// Recipes and their options are suggested.
 #[test]
 fn misspelt_recipes_get_a_suggestion() {

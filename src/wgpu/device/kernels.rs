@@ -37,6 +37,8 @@ pub struct Kernels {
     /// The count of indices out of bounds, if the kernels count them.
     counter: Option<wgpu::Buffer>,
     compiled: Mutex<HashMap<Variant, Arc<Kernel>>>,
+    /// The driver's cache of compiled kernels, if the caller keeps one.
+    pipelines: Option<wgpu::PipelineCache>,
 }
 
 /// One compiled variant. It stays within the crate: only plans may launch it, because plans check what they bind.
@@ -51,7 +53,7 @@ pub(crate) struct Kernel {
 impl Kernels {
     /// An empty cache for `device`.
     pub fn new(device: &wgpu::Device, checks: Checks) -> Self {
-        Self { device: device.clone(), checks, counter: None, compiled: Mutex::default() }
+        Self { device: device.clone(), checks, counter: None, compiled: Mutex::default(), pipelines: None }
     }
 
     /// An empty cache of kernels that count out-of-bounds indices in addition to wgpu's run-time checks. It serves
@@ -64,6 +66,13 @@ impl Kernels {
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
         let counter = buffers::create_filled(device, "indices out of bounds", &[0; 4], usage)?;
         Ok(Self { counter: Some(counter), ..Self::new(device, Checks::Safe) })
+    }
+
+    /// The same kernels, compiled through a pipeline cache of `device`. The caller may fill it with the data of an
+    /// earlier process, and read it when all kernels are compiled. It needs [`wgpu::Features::PIPELINE_CACHE`].
+    #[must_use]
+    pub fn with_pipeline_cache(self, cache: wgpu::PipelineCache) -> Self {
+        Self { pipelines: Some(cache), ..self }
     }
 
     /// Out-of-bounds indices in all work submitted so far. `None` unless the kernels count them
@@ -177,7 +186,7 @@ impl Kernels {
                 zero_initialize_workgroup_memory: false,
                 ..Default::default()
             },
-            cache: None,
+            cache: self.pipelines.as_ref(),
         });
         Kernel { pipeline, layout, bindings, label }
     }
