@@ -211,7 +211,9 @@ fn bench_steps<B: Timed>(args: &BenchArgs, backend: &B, driver: String) -> Resul
     match style {
         Style::Json => print::json(&report)?,
         Style::Table => {
-            say!("\n± is half of the distance between the quartiles of n samples; `kvpack bench --help` has the rest.")?
+            say!(
+                "\n± is half of the distance between the quartiles of n samples; `kvpack bench --help` has the rest."
+            )?;
         }
         Style::Csv | Style::Markdown => {}
     }

@@ -143,7 +143,7 @@ fn remark(row: &BenchRow) -> Result<()> {
     let name = row.name();
     match &row.outcome {
         RowOutcome::Timed(figures) if figures.guard_low_percent > UNSTEADY_PERCENT => {
-            say!("{}", unsteady(name, figures))?
+            say!("{}", unsteady(name, figures))?;
         }
         RowOutcome::Timed(_) | RowOutcome::Discarded { .. } => {}
         RowOutcome::Wrong { reason } => say!("WRONG {name}: {reason}")?,
