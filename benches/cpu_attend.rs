@@ -108,7 +108,8 @@ impl Rows {
             centre: None,
         };
         quantize(&mut store, Elements::F32(&self.keys), Elements::F32(&self.values), write)?;
-        let span = SpanView { sequence: 0, start: 0, tokens: self.tokens, pages: &pages, range_slot: 0 };
+        let span =
+            SpanView { sequence: 0, start: 0, tokens: self.tokens, gathered: None, pages: &pages, range_slot: 0 };
         let plan = || {
             let view = StoreView { format, calibration, spans: vec![span.clone()] };
             AttendPlan::new(self.shape, &QueryRun::decode_batch(1), &[view])

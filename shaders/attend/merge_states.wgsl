@@ -2,12 +2,15 @@
 //
 //   output = Σ_i exp(lse_i - M) o_i / Σ_i exp(lse_i - M),  M = max lse_i
 //
+// over the states, and a sink where the layer has them. A query that sees nothing has the output 0 and the
+// log-sum-exp −∞.
+//
 // Workgroup (x, y): row of queries x, query head y. An invocation owns four channels of every LISTS-th state; the lists
 // are joined in workgroup memory in a fixed order, so that two runs agree to the bit. Every state is read once, its
 // log-sum-exp with its output: each wait for memory is a good part of what this kernel takes.
 //
 // In bounds: what the table of states holds is clamped to the states that are bound; surplus invocations own a list
-// index past LISTS and read nothing. The divisor is at least 1.
+// index past LISTS and read nothing. The divisor is at least 1: the largest weight, or 1 where there is none.
 //
 // gives: states, QUERY_HEADS, FIELDS, STATE_ROW
 // binds: 0 state_rows, 7 states
@@ -27,6 +30,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // import output = attend/output/f32.wgsl
 // import lse = attend/lse/slot.wgsl
 // import attend/join_states.wgsl
+// import sinks = attend/sinks/slot.wgsl
 
 var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
 // Sum of weights, and the largest log-sum-exp.
@@ -61,9 +65,13 @@ fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             sum += list_sums[(other + 1u) * FIELDS + field] * weight;
             weight_sum += weights.x * weight;
         }
-        write_output((group.x * QUERY_HEADS + group.y) * FIELDS + field, sum / weight_sum);
+        let all = add_sink(Joined(sum, weight_sum, largest), group.y);
+        let divisor = max(all.weight_sum, 1f);
+        write_output((group.x * QUERY_HEADS + group.y) * FIELDS + field, all.sum / divisor);
         if (field == 0u) {
-            write_row_lse(group.x * QUERY_HEADS + group.y, largest + log(weight_sum));
+            // The bits of −∞, where the sum of weights is 0.
+            let nothing = bitcast<f32>(0xff800000u | bitcast<u32>(all.weight_sum));
+            write_row_lse(group.x * QUERY_HEADS + group.y, select(all.largest + log(divisor), nothing, all.weight_sum == 0f));
         }
     }
 }

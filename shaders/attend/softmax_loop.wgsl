@@ -15,6 +15,7 @@
 
 // import common/ordered.wgsl
 // import workgroup_max = attend/workgroup_max/slot.wgsl
+// import logits = attend/logits/slot.wgsl
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -110,6 +111,7 @@ fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
         return;
     }
     score_tile(item, tile, lane);
+    finish_scores(item, tile, lane);
     load_value_ranges(tile_bases[tile], lane);
     if (tile * TILE_TOKENS + TILE_TOKENS <= item.tokens) {
         return;

@@ -12,9 +12,9 @@
 // leads out of bounds.
 //
 // needs: pages
-// gives: WorkItem, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS, GROUP, HEADS,
-//   CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base, query_head,
-//   query_of, head_exists, input_row, prepared_row, set_scores_lowest
+// gives: WorkItem, page_table, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS,
+//   GROUP, HEADS, CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base,
+//   query_head, query_of, head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
@@ -32,7 +32,7 @@ struct WorkItem {
     states: u32,
     queries: u32,
     stride: u32,
-    // First tile of its stored scores.
+    // First tile of its stored scores; of a masked item, where its bits begin in the page table.
     scores: u32,
     unused: u32,
 }

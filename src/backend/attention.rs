@@ -147,9 +147,18 @@ impl fmt::Display for AttendArithmetic {
 pub struct AttentionStates<T> {
     /// Softmax-weighted means of the values, f32 `[rows, query_heads, head_dim]`.
     pub outputs: T,
-    /// Natural logarithms of the sums of the exponentials of the scores `q·k / √head_dim`, f32 `[rows, query_heads]`;
-    /// −∞ where there are no tokens.
+    /// Natural logarithms of the sums of the exponentials of the logits, f32 `[rows, query_heads]`; −∞ where there are
+    /// none. Logits are the scores as [`Scoring`](crate::plan::Scoring) makes them, and the sink.
     pub lse: T,
+}
+
+/// The centres of the keys that rows of queries attend to.
+#[derive(Clone, Copy, Debug)]
+pub struct RowCentres<'a> {
+    /// The slot of every row's centre.
+    pub slots: &'a [u32],
+    /// The softmax scale of the scores.
+    pub scale: f32,
 }
 
 /// A device that attends to the contents of its stores.
@@ -167,8 +176,8 @@ pub trait Attention: Storage {
     ) -> Result<AttendArithmetic>;
 
     /// Every query of the plan over every segment: kernels `prepare_query`, `attend` (or `scores` and `weighted_values`
-    /// where scores are calibrated) and `merge_states`. Queries and output are `[rows, query_heads, head_dim]`; scores
-    /// are `q·k / √head_dim`.
+    /// where scores are calibrated) and `merge_states`. Queries and output are `[rows, query_heads, head_dim]`; the
+    /// plan says how scores are made.
     ///
     /// `stores[i]` is the store that the plan calls `i`.
     ///
@@ -210,9 +219,9 @@ pub trait Attention: Storage {
         options: AttendOptions,
     ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
 
-    /// Kernel `uncentre_lse`: adds `q·m / √head_dim` to the log-sum-exp of every query and head, so that states over
-    /// keys that are stored less their centres `m` become those over the keys as they were. Row `i` of the queries
-    /// takes the centre in slot `slots[i]` of the store's.
+    /// Kernel `uncentre_lse`: adds `scale · q·m` to the log-sum-exp of every query and head, so that states over
+    /// centred keys become those over the keys as they were. Row `i` of the queries takes the centre `m` in the slot
+    /// `centres.slots[i]` of the store.
     ///
     /// Calibration moves with the scores: an offset that all of them have is the offset of their extremes too.
     ///
@@ -223,7 +232,7 @@ pub trait Attention: Storage {
         &self,
         store: &Self::Store,
         queries: &Self::Tensor,
-        slots: &[u32],
+        centres: RowCentres<'_>,
         states: AttentionStates<Self::Tensor>,
     ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
 

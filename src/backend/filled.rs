@@ -326,7 +326,7 @@ impl FilledSpan {
     /// The span in the form that a plan takes.
     pub fn view(&self) -> SpanView<'_> {
         let NewSpan { sequence, start, tokens, .. } = self.span;
-        SpanView { sequence, start, tokens, pages: &self.pages, range_slot: self.range_slot }
+        SpanView { sequence, start, tokens, gathered: None, pages: &self.pages, range_slot: self.range_slot }
     }
 }
 

@@ -4,8 +4,8 @@ use std::future::Future;
 
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
-    SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -230,10 +230,10 @@ pub trait Forward {
         &self,
         store: &Store<Self>,
         queries: &Tensor<Self>,
-        slots: &[u32],
+        centres: RowCentres<'_>,
         states: States<Self>,
     ) -> impl Future<Output = Result<States<Self>>> {
-        self.inner().uncentre_lse(store, queries, slots, states)
+        self.inner().uncentre_lse(store, queries, centres, states)
     }
 
     fn merge(

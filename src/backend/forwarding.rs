@@ -5,8 +5,8 @@ use std::future::Future;
 use super::forward::{Flags, Forward, Indices, Measured, Merged, Scored, States, Store, Tensor, Words};
 use super::{
     AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NonFinite, Packing,
-    QueriesAndKeys, QueryPrecision, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection,
-    WriteInput,
+    QueriesAndKeys, QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows,
+    TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -206,10 +206,10 @@ impl<F: Forward> Attention for Forwarding<F> {
         &self,
         store: &Store<F>,
         queries: &Tensor<F>,
-        slots: &[u32],
+        centres: RowCentres<'_>,
         states: States<F>,
     ) -> impl Future<Output = Result<States<F>>> {
-        self.0.uncentre_lse(store, queries, slots, states)
+        self.0.uncentre_lse(store, queries, centres, states)
     }
 
     fn merge(

@@ -23,7 +23,7 @@ mod selection;
 mod storage;
 
 pub use attention::{
-    Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, QueryBytes, QueryPrecision,
+    Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, QueryBytes, QueryPrecision, RowCentres,
 };
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use bound_classes::BoundClasses;

@@ -336,13 +336,13 @@ impl<B: Backend> KvCache<B> {
     /// Attends to all tokens of all sequences, with one query per sequence.
     ///
     /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
-    /// packed spans are calibrated if the recipe says so. A query head that holds a NaN or an infinity, or
-    /// numbers so large that a score is +∞, has NaN in all its outputs; other heads and sequences are as
-    /// they would be without it.
+    /// packed spans are calibrated if the recipe says so. The output of a sequence without tokens is 0. A query head that
+    /// holds a NaN or an infinity, or numbers so large that a score is +∞, has NaN in all its outputs; other heads and
+    /// sequences are as they would be without it.
     ///
     /// # Errors
-    /// [`Error::Elements`] when the queries have another shape, [`Error::Plan`] when a sequence holds no tokens (see
-    /// [`KvCache::attend_to`]), [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the device.
+    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the
+    /// device; [`Error::Unsupported`] on CUDA when a sequence holds no tokens.
     pub async fn attend(&self, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let all: Vec<usize> = (0..self.sequences()).collect();
         self.attend_to(&all, queries, output).await
@@ -457,8 +457,7 @@ impl<B: Backend> KvCache<B> {
     /// The plan of query runs over the sequences. Its stores are [`KvCache::stores`].
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one holds no tokens or fewer than a
-    /// causal run has queries.
+    /// [`Error::Sequence`] when there is no such sequence; those of [`AttendPlan::new`].
     pub fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
         self.group.plan(runs)
     }

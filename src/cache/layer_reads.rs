@@ -3,10 +3,10 @@
 use super::layers::LayerGroup;
 use super::{Positions, SpanPositions, StoreFormat, StoreId};
 use crate::Result;
-use crate::backend::{AttendOptions, AttentionStates, Backend, SpanRead};
+use crate::backend::{AttendOptions, AttentionStates, Backend, RowCentres, SpanRead};
 use crate::counts::saturated;
 use crate::format::{Calibration, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, StoreView, TokenRange};
+use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, StoreView, TokenIndices, TokenRange};
 
 /// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
 #[derive(Clone, Debug)]
@@ -36,15 +36,23 @@ impl<B: Backend> LayerGroup<B> {
         sequences.sort_unstable();
         sequences.dedup();
         for sequence in sequences {
-            let mut start = 0;
             for span in &self.page_tables.sequence(sequence)?.spans {
                 let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
+                let (start, gathered) = match &span.positions {
+                    Positions::From(start) => (*start, None),
+                    Positions::Gathered { base, indices } => (*base, Some(base + indices.shape().below() as usize)),
+                };
                 let view = &mut views[span.store.index()];
-                view.spans.push(SpanView { sequence, start, tokens: span.tokens, pages, range_slot });
-                start += span.tokens;
+                view.spans.push(SpanView { sequence, start, tokens: span.tokens, gathered, pages, range_slot });
             }
         }
-        AttendPlan::new(self.shape, runs, &views)
+        let ends_at = |run: &QueryRun| {
+            let length = self.page_tables.sequence(run.sequence)?.length;
+            let visible = self.recipe().attention().visible(run)?;
+            Ok(QueryRun { end: run.end.or(Some(length)), visible, ..run.clone() })
+        };
+        let runs = runs.iter().map(ends_at).collect::<Result<Vec<_>>>()?;
+        self.recipe().attention().score(AttendPlan::new(self.shape, &runs, &views)?)
     }
 
     pub(super) fn attend_options(&self, output: ElementType) -> AttendOptions {
@@ -97,7 +105,8 @@ impl<B: Backend> LayerGroup<B> {
             let slot = self.page_tables.sequence(planned.run.sequence)?.centre.unwrap_or(0);
             slots.extend(std::iter::repeat_n(saturated(slot), planned.run.queries));
         }
-        self.backend.uncentre_lse(stores[0], queries, &slots, states).await
+        let centres = RowCentres { slots: &slots, scale: plan.scoring().scale() };
+        self.backend.uncentre_lse(stores[0], queries, centres, states).await
     }
 
     /// The contents of a sequence in a layer, span by span, as dense f32 rows on the device.

@@ -71,6 +71,7 @@ impl<B: Backend> LayerGroup<B> {
             });
         }
         recipe.check()?;
+        recipe.attention().check(&shape)?;
         let layer_store = |format: SegmentFormat| {
             let store = backend.create_store(shape, format)?;
             Ok(LayerStore { store, shards: Vec::new(), slots: 0 })

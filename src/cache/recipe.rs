@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Calibration, SegmentFormat};
-use crate::plan::StoreFormat;
+use crate::plan::{LayerAttention, StoreFormat};
 use crate::{Error, Result};
 
 /// A store of a recipe, by its place in [`Recipe::stores`].
@@ -76,6 +76,7 @@ pub struct Recipe {
     sink: usize,
     query: QueryPrecision,
     centred: bool,
+    attention: LayerAttention,
     /// Where appended tiles would go but for its ranges of whole spans: the last store is theirs instead.
     tiles_of: Option<StoreId>,
 }
@@ -216,6 +217,22 @@ impl Recipe {
         Self { centred: true, ..self }
     }
 
+    /// The same recipe for a layer that scores, or sees, otherwise than causal attention does by default. Layers of a
+    /// model that attend alike share their page tables.
+    ///
+    /// ```
+    /// use kvpack::cache::Recipe;
+    /// use kvpack::plan::LayerAttention;
+    /// // Five local layers of Gemma 3, then a global one.
+    /// let local = Recipe::f16().with_attention(LayerAttention::default().with_window(511));
+    /// let recipes = [vec![local; 5], vec![Recipe::f16()]].concat();
+    /// assert_eq!(recipes[4].attention().window(), Some(511));
+    /// ```
+    #[must_use]
+    pub fn with_attention(self, attention: LayerAttention) -> Self {
+        Self { attention, ..self }
+    }
+
     fn of(packed: SegmentFormat, appended: Appended) -> Self {
         let mut stores = vec![StoreFormat::from(SegmentFormat::F16)];
         let appended = if packed == SegmentFormat::F16 { Appended::Keep } else { appended };
@@ -223,7 +240,8 @@ impl Recipe {
             stores.push(packed.into());
         }
         let (sink, query, centred) = (0, QueryPrecision::default(), false);
-        let recipe = Self { stores, appended: Appended::Keep, sink, query, centred, tiles_of: None };
+        let attention = LayerAttention::default();
+        let recipe = Self { stores, appended: Appended::Keep, sink, query, centred, attention, tiles_of: None };
         recipe.with_appended(appended)
     }
 
@@ -251,6 +269,11 @@ impl Recipe {
     /// Whether keys are centred: [`Recipe::with_centre`].
     pub const fn is_centred(&self) -> bool {
         self.centred
+    }
+
+    /// How its layer attends.
+    pub const fn attention(&self) -> &LayerAttention {
+        &self.attention
     }
 
     /// The first packed store, or the f16 store where there is none.
@@ -310,6 +333,9 @@ impl Recipe {
                 let reason = packed.why_no_single_tokens();
                 return Err(Error::Format { format: packed.to_string(), reason });
             }
+        }
+        if self.centred {
+            self.attention.check_centred()?;
         }
         let mut uncentred = self.stores.iter().map(|store| store.format).filter(|format| !format.key.takes_centre());
         match uncentred.next().filter(|_| self.centred) {

@@ -70,7 +70,7 @@ impl<B: Backend> Workload<B> {
     /// # Errors
     /// As [`FilledStores::plan`].
     pub fn plan_unfused(&mut self) -> Result<()> {
-        let runs: Vec<QueryRun> = self.plans[0].runs().iter().map(|planned| planned.run).collect();
+        let runs: Vec<QueryRun> = self.plans[0].runs().iter().map(|planned| planned.run.clone()).collect();
         let calibrations = vec![Some(Calibration::IDENTITY); self.stores().len()];
         let plan = |spans: &Vec<FilledSpan>| self.stores.plan(&runs, spans.iter(), &calibrations);
         self.plans = self.spans.iter().map(plan).collect::<Result<_>>()?;
@@ -97,7 +97,7 @@ impl<B: Backend> Workload<B> {
     pub fn plan_causal_apart(&mut self, queries: usize) -> Result<()> {
         self.plan_causal(queries)?;
         let runs = QueryRun::decode_batch(queries);
-        let seen: Vec<usize> = (0..queries).map(|query| self.plans[0].runs()[0].visible(query)).collect();
+        let seen: Vec<usize> = (0..queries).map(|query| self.plans[0].runs()[0].limits(query).to as usize).collect();
         let plan = |spans: &Vec<FilledSpan>| {
             let of = |(query, &tokens): (usize, &usize)| {
                 let first = spans.iter().filter(|span| span.span.sequence == 0);

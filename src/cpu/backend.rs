@@ -11,8 +11,8 @@ use super::{
 };
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
-    SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -277,11 +277,11 @@ impl Attention for Cpu {
         &self,
         store: &CpuStore,
         queries: &CpuTensor,
-        slots: &[u32],
+        centres: RowCentres<'_>,
         states: AttentionStates<CpuTensor>,
     ) -> Result<AttentionStates<CpuTensor>> {
         let states = States::of(store.shape(), &states)?;
-        Ok(uncentre_lse(store, queries.elements(), slots, states)?.into())
+        Ok(uncentre_lse(store, queries.elements(), centres, states)?.into())
     }
 
     async fn merge(

@@ -128,6 +128,7 @@ impl StoredSample {
                 sequence: 0,
                 start: tokens.start(),
                 tokens: tokens.len(),
+                gathered: None,
                 pages,
                 range_slot: 0,
             };
@@ -143,7 +144,7 @@ impl StoredSample {
                     spans: self.f16_spans.iter().map(|(tokens, pages)| span(tokens, pages.as_slice())).collect(),
                 },
             ];
-            let run = QueryRun { sequence: 0, queries: exact.len(), visible: Visible::All };
+            let run = QueryRun::new(0, exact.len(), Visible::All);
             let plan = AttendPlan::new(sample.shape, &[run], &views)?;
             let queries: Vec<f32> = (0..exact.len()).flat_map(|i| query(sample, step * QUERIES_PER_STEP + i)).collect();
             let got = attend_plan(&plan, &[&self.packed, &self.f16], Elements::F32(&queries), Split::default())?;

@@ -1,6 +1,7 @@
 //! The oracle: attention over dense rows in f64, written to be obviously right and to share nothing with the kernels.
 
 use crate::format::{AttentionShape, Calibration};
+use crate::plan::Scoring;
 use crate::{Error, Result};
 
 /// Tokens whose scores are calibrated together, as dense rows.
@@ -42,8 +43,32 @@ pub struct ExactState {
 /// # Errors
 /// [`Error::Elements`] when a slice has the wrong length, [`Error::NoTokens`] when no segment has tokens.
 pub fn exact_attention(shape: &AttentionShape, segments: &[DenseSegment<'_>], query: &[f32]) -> Result<ExactState> {
-    check(shape, segments, query)?;
+    if segments.iter().all(|segment| segment.tokens == 0) {
+        return Err(Error::NoTokens { what: "exact attention", hint: "pass a segment with tokens" });
+    }
+    exact_scored_attention(shape, &Scoring::of(shape), segments, query)
+}
+
+/// The same with the scoring of a layer: scores are scaled, capped and calibrated in this order, and a sink is one more
+/// logit without a value. Without tokens and without a sink the output is 0 and the log-sum-exp −∞.
+///
+/// # Errors
+/// [`Error::Elements`] when a slice or the sinks have the wrong length.
+pub fn exact_scored_attention(
+    shape: &AttentionShape,
+    scoring: &Scoring,
+    segments: &[DenseSegment<'_>],
+    query: &[f32],
+) -> Result<ExactState> {
+    check(shape, scoring, segments, query)?;
     let head_dim = shape.head_dim();
+    // The default is exact here, where an f32 is not.
+    let is_default = scoring.scale() == Scoring::of(shape).scale();
+    let scale = if is_default { 1.0 / (head_dim as f64).sqrt() } else { f64::from(scoring.scale()) };
+    let score = |product: f64| match scoring.soft_cap().map(f64::from) {
+        Some(cap) => cap * (product * scale / cap).tanh(),
+        None => product * scale,
+    };
     let mut state = ExactState { outputs: Vec::new(), lse: Vec::new() };
     for head in 0..shape.query_heads() {
         let query = &query[head * head_dim..][..head_dim];
@@ -52,15 +77,21 @@ pub fn exact_attention(shape: &AttentionShape, segments: &[DenseSegment<'_>], qu
         let mut rows = Vec::new();
         for segment in segments {
             let row = |tensor: &'_ [f32], token| row_of(tensor, kv_head * segment.tokens + token, head_dim);
-            let of_segment: Vec<f64> =
-                (0..segment.tokens).map(|t| dot(query, &row(segment.keys, t)) / (head_dim as f64).sqrt()).collect();
+            let of_segment: Vec<f64> = (0..segment.tokens).map(|t| score(dot(query, &row(segment.keys, t)))).collect();
             scores.extend(calibrated(of_segment, segment.calibration));
             rows.extend((0..segment.tokens).map(|t| row(segment.values, t)));
         }
 
-        let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sink = scoring.sinks().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+        let largest = scores.iter().copied().fold(sink, f64::max);
+        // Nothing at all; a score that is NaN is something.
+        if sink == f64::NEG_INFINITY && scores.is_empty() {
+            state.outputs.extend(std::iter::repeat_n(0.0, head_dim));
+            state.lse.push(f64::NEG_INFINITY);
+            continue;
+        }
         let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
-        let sum: f64 = weights.iter().sum();
+        let sum: f64 = weights.iter().sum::<f64>() + (sink - largest).exp();
         for channel in 0..head_dim {
             let weighted = weights.iter().zip(&rows).map(|(weight, row)| weight * f64::from(row[channel]));
             state.outputs.push(weighted.sum::<f64>() / sum);
@@ -96,7 +127,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
 }
 
-fn check(shape: &AttentionShape, segments: &[DenseSegment<'_>], query: &[f32]) -> Result<()> {
+fn check(shape: &AttentionShape, scoring: &Scoring, segments: &[DenseSegment<'_>], query: &[f32]) -> Result<()> {
     let elements = |what, given: usize, expected: usize| {
         if given == expected {
             return Ok(());
@@ -110,8 +141,8 @@ fn check(shape: &AttentionShape, segments: &[DenseSegment<'_>], query: &[f32]) -
         elements("keys", segment.keys.len(), expected)?;
         elements("values", segment.values.len(), expected)?;
     }
-    if segments.iter().all(|segment| segment.tokens == 0) {
-        return Err(Error::NoTokens { what: "exact attention", hint: "pass a segment with tokens" });
+    match scoring.sinks() {
+        Some(sinks) => elements("sinks", sinks.len(), shape.query_heads()),
+        None => Ok(()),
     }
-    Ok(())
 }

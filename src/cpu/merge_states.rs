@@ -9,7 +9,8 @@ use crate::{Error, Result};
 
 /// Merges the state rows of every query: row i of the result is the state of query i over all tokens that it sees.
 ///
-/// A part with log-sum-exp `l` counts with weight `exp(l)`, so the merge is exact however tokens were split.
+/// A part with log-sum-exp `l` counts with weight `exp(l)`, so the merge is exact however tokens were split. A sink is
+/// one more part: of output 0, with its logit for a log-sum-exp.
 ///
 /// # Errors
 /// [`Error::Plan`] when the states do not match the work, [`Error::OutOfMemory`].
@@ -20,13 +21,15 @@ pub fn merge_states(work: &Work, states: &States) -> Result<States> {
     }
     let (heads, head_dim) = (work.shape().query_heads(), work.shape().head_dim());
     let mut merged = States::new(work.rows().len(), work.shape())?;
+    let no_output = vec![0.0; head_dim];
     merged.chunks_mut(1).collect::<Vec<_>>().into_par_iter().enumerate().for_each(|(i, (output, lse))| {
         let (rows, head) = (work.rows()[i / heads], i % heads);
         let states_of_head = (rows.first..rows.end).map(|row| {
             let state = row as usize * heads + head;
             (states.lse()[state], &states.outputs()[state * head_dim..][..head_dim])
         });
-        lse[0] = merge_head(states_of_head, output);
+        let sink = work.scoring().sinks().map(|sinks| (sinks[head], no_output.as_slice()));
+        lse[0] = merge_head(states_of_head.chain(sink), output);
     });
     Ok(merged)
 }

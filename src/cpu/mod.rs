@@ -43,7 +43,7 @@ pub use backend::{Cpu, attend_plan};
 pub use calibration_search::{CalibrationResult, CalibrationSample};
 pub use dense::{CpuIndices, CpuTensor, first_non_finite};
 pub use dequantize::dequantize;
-pub use exact_attention::{DenseSegment, ExactState, exact_attention, nmse};
+pub use exact_attention::{DenseSegment, ExactState, exact_attention, exact_scored_attention, nmse};
 pub use hadamard::hadamard;
 pub use key_mean::key_mean;
 pub use merge_states::{merge_pair, merge_states};

@@ -6,6 +6,7 @@ use super::simd::{Kernel, dispatch, multiply_add};
 use super::softmax::{OnlineSoftmax, larger};
 use super::states::States;
 use crate::format::AttentionShape;
+use crate::plan::Scoring;
 use crate::{Error, Result};
 
 /// Tokens whose scores are held at a time.
@@ -36,7 +37,7 @@ pub fn plain_attention(
 ) -> Result<States> {
     check(shape, keys, values, tokens, query)?;
     let (kv_heads, head_dim, group) = (shape.kv_heads(), shape.head_dim(), shape.group());
-    let softmax_scale = 1.0 / (head_dim as f32).sqrt();
+    let softmax_scale = Scoring::of(shape).scale();
     let query: Vec<f32> = query.iter().map(|q| q * softmax_scale).collect();
 
     let parts = PARTS.div_ceil(kv_heads).min(tokens.div_ceil(BLOCK));

@@ -12,7 +12,7 @@ use crate::plan::{Elements, StoreWork};
 ///
 /// Post-scaling (the paper's eq. 5): with one range per channel, `q · (s⊙c + m) = (q⊙s) · c + q·m`. So the query is
 /// multiplied by the scales once per span (where keys have no ranges of spans, once), and `q·m` is one number to add.
-/// `1/√head_dim` is folded into both.
+/// The softmax scale is folded into both.
 pub(super) struct PreparedQueries {
     steps: usize,
     group: usize,
@@ -51,8 +51,7 @@ impl PreparedQueries {
             let (of, head) = (&segment.queries()[row / query_heads], row % query_heads);
             let mut query = vec![0.0; head_dim];
             read_row(queries, (of.row as usize * query_heads + head) * head_dim, &mut query);
-            let softmax_scale = 1.0 / (head_dim as f32).sqrt();
-            query.iter_mut().for_each(|x| *x *= softmax_scale);
+            query.iter_mut().for_each(|x| *x *= segment.scoring().scale());
             // H is orthonormal: rotated queries and keys have the products of plain ones.
             if let Some(rotation) = store.tensor(KeyOrValue::Key).format.rotation() {
                 rotation.turn_checked(Direction::Forward, &mut query);

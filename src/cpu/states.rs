@@ -118,6 +118,8 @@ impl From<States> for AttentionStates<CpuTensor> {
 pub(super) struct ItemJob<'a> {
     pub(super) item: &'a WorkItem,
     pub(super) shard: u32,
+    /// Whether the query does not see all tokens of the item.
+    pub(super) masked: bool,
     /// The query, counted from the item's first.
     pub(super) query: usize,
     pub(super) kv_head: usize,
@@ -149,7 +151,8 @@ pub(super) fn item_jobs<'a>(
                         what: "attend",
                         reason: format!("state row {row} is missing or written twice"),
                     })?;
-                    jobs.push(ItemJob { item, shard: dispatch.shard, query, kv_head, outputs, lse });
+                    let (shard, masked) = (dispatch.shard, dispatch.masked);
+                    jobs.push(ItemJob { item, shard, masked, query, kv_head, outputs, lse });
                 }
             }
         }

@@ -3,16 +3,23 @@
 use super::dense::read_row;
 use super::states::States;
 use super::store::CpuStore;
+use crate::backend::RowCentres;
 use crate::plan::Elements;
 use crate::{Error, Result};
 
-/// Adds `q·m / √head_dim` to the log-sum-exp of every query and head, with `m` the centre in the slot that `slots` has
+/// Adds `scale · q·m` to the log-sum-exp of every query and head, with `m` the centre in the slot that `centres` has
 /// for the query. A state of no tokens, whose log-sum-exp is −∞, stays one.
 ///
 /// # Errors
 /// [`Error::Elements`] when states and queries are not of as many rows as there are slots, [`Error::Plan`] when a slot
 /// does not exist.
-pub fn uncentre_lse(store: &CpuStore, queries: Elements<'_>, slots: &[u32], mut states: States) -> Result<States> {
+pub fn uncentre_lse(
+    store: &CpuStore,
+    queries: Elements<'_>,
+    centres: RowCentres<'_>,
+    mut states: States,
+) -> Result<States> {
+    let RowCentres { slots, scale } = centres;
     let shape = *store.shape();
     let (heads, head_dim) = (shape.query_heads(), shape.head_dim());
     let rows = |what, given, elements: usize| {
@@ -29,7 +36,7 @@ pub fn uncentre_lse(store: &CpuStore, queries: Elements<'_>, slots: &[u32], mut 
             read_row(queries, (row * heads + head) * head_dim, &mut query);
             let centre = &centre[head / shape.group() * head_dim..][..head_dim];
             let product: f64 = query.iter().zip(centre).map(|(&q, &m)| f64::from(q) * f64::from(m)).sum();
-            *lse += (product / (head_dim as f64).sqrt()) as f32;
+            *lse += (f64::from(scale) * product) as f32;
         }
     }
     Ok(states)

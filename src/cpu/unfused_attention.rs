@@ -23,6 +23,12 @@ use crate::{Error, Result};
 /// calibration.
 pub fn unfused_attention(plan: &AttendPlan, stores: &[&CpuStore], queries: Elements<'_>) -> Result<States> {
     plan.check_elements("queries", queries.len())?;
+    if plan.scoring().sinks().is_some() {
+        return Err(Error::Unsupported {
+            what: "unfused attention with sinks".into(),
+            hint: "its weights are shares of all stored tokens; attend with the fused kernels".into(),
+        });
+    }
     let work = Work::new(plan, Split::default(), 1)?;
     let mut blocks = Vec::with_capacity(work.segments().len());
     for segment in work.segments() {

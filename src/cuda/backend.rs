@@ -24,8 +24,8 @@ use super::select::{
 };
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, ScoredTokens,
-    SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
+    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -371,12 +371,12 @@ impl Attention for Cuda {
         &self,
         store: &Store,
         queries: &Tensor,
-        slots: &[u32],
+        centres: RowCentres<'_>,
         states: AttentionStates<Tensor>,
     ) -> Result<AttentionStates<Tensor>> {
         store.check_stream("uncentring", &self.stream)?;
         self.check_tensors("uncentring", &[queries, &states.lse])?;
-        uncentre_lse(self, store, queries, slots, &states.lse)?;
+        uncentre_lse(self, store, queries, centres, &states.lse)?;
         Ok(states)
     }
 

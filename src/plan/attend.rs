@@ -1,61 +1,35 @@
 //! The plan of one attention call: runs of queries, and the spans that they see.
 
-use super::Page;
+use super::runs::{PlannedRun, QueryRun, Sequences, place_runs};
+use super::scoring::Scoring;
+use super::visible::Seen;
+use super::{Page, limit, reject};
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use crate::{Error, Result};
-
-/// What the queries of a run see of their sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Visible {
-    /// Every query sees all tokens.
-    All,
-    /// The queries are those of the newest tokens, and each sees the tokens up to its own: of n queries over a sequence
-    /// of t tokens, query i sees the first t − n + i + 1 (aligned at the bottom right).
-    Causal,
-}
-
-/// Consecutive queries of one sequence. The runs of a plan lie one after the other in the tensor of queries, so that
-/// batches may be ragged: one query for a sequence that decodes beside a chunk of another's prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct QueryRun {
-    /// The sequence.
-    pub sequence: usize,
-    /// Queries, at least 1.
-    pub queries: usize,
-    /// What they see.
-    pub visible: Visible,
-}
-
-impl QueryRun {
-    /// One query that sees all tokens of a sequence: a decode step.
-    pub const fn decode(sequence: usize) -> Self {
-        Self { sequence, queries: 1, visible: Visible::All }
-    }
-
-    /// The queries of the newest `queries` tokens of a sequence.
-    pub const fn causal(sequence: usize, queries: usize) -> Self {
-        Self { sequence, queries, visible: Visible::Causal }
-    }
-
-    /// One decoding query for each of the sequences `0..sequences`.
-    pub fn decode_batch(sequences: usize) -> Vec<Self> {
-        (0..sequences).map(Self::decode).collect()
-    }
-}
 
 /// A span: consecutive stored tokens of one sequence in one store, with ranges of their own.
 #[derive(Clone, Debug)]
 pub struct SpanView<'a> {
     /// The sequence.
     pub sequence: usize,
-    /// Tokens of the sequence that are stored before the span. Only causal runs ask for it.
+    /// Position of its first token. Only queries that see by position ask for it.
     pub start: usize,
     /// Tokens of the span; 0 is allowed and adds nothing.
     pub tokens: usize,
+    /// One past the positions that its tokens were gathered from, those from `start` on, where others of them were
+    /// evicted: queries see all of it or nothing. None where the tokens follow each other.
+    pub gathered: Option<usize>,
     /// Its pages in token order, `tokens / 128` rounded up.
     pub pages: &'a [Page],
     /// Its slot among the span ranges of the store (any value where the format has none).
     pub range_slot: usize,
+}
+
+impl SpanView<'_> {
+    /// One past its last position.
+    pub(super) fn end(&self) -> usize {
+        self.gathered.unwrap_or(self.start.saturating_add(self.tokens))
+    }
 }
 
 /// What a store holds, and how the scores of its tokens are calibrated.
@@ -84,36 +58,17 @@ pub struct StoreView<'a> {
     pub spans: Vec<SpanView<'a>>,
 }
 
-/// A run of a plan and where its queries lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlannedRun {
-    /// The run.
-    pub run: QueryRun,
-    /// Its first row in the tensor of queries.
-    pub first_row: usize,
-    /// Tokens that its last query sees.
-    pub tokens: usize,
-}
-
-impl PlannedRun {
-    /// Tokens of the sequence that a query of the run sees.
-    pub const fn visible(&self, query: usize) -> usize {
-        match self.run.visible {
-            Visible::All => self.tokens,
-            Visible::Causal => self.tokens + 1 + query - self.run.queries,
-        }
-    }
-}
-
 /// A span that a run attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedSpan {
     /// Index of the run.
     pub run: usize,
-    /// Tokens of the sequence before the span.
+    /// Position of its first token.
     pub start: usize,
     /// Tokens of the span.
     pub tokens: usize,
+    /// One past the positions that it was gathered from, see [`SpanView::gathered`].
+    pub gathered: Option<usize>,
     /// Index of the span's first page in [`StorePart::pages`].
     pub first_page: usize,
     /// Slot of the span ranges.
@@ -165,19 +120,20 @@ impl StorePart {
 /// What an attention call computes: every query of every run over the spans that it sees.
 ///
 /// It is not cut into pieces of work: every backend cuts it for itself, by how much of it the device runs at once. What
-/// is in it was checked, and cannot be changed: spans have exactly their pages, every query sees a token, and all
-/// counts fit the 32-bit words of the kernels.
+/// is in it was checked, and cannot be changed: spans have exactly their pages, what queries see is known of every
+/// span, and all counts fit the 32-bit words of the kernels. A query that sees no token has the output 0 and the log-sum-exp
+/// −∞, or that of its sink.
 ///
 /// ```
 /// use kvpack::plan::{AttendPlan, Page, QueryRun, SpanView, StoreView};
 /// use kvpack::{AttentionShape, SegmentFormat};
 /// let shape = AttentionShape::new(8, 2, 64)?;
 /// let pages = [Page { shard: 0, index: 4 }, Page { shard: 0, index: 2 }];
-/// let span = SpanView { sequence: 0, start: 0, tokens: 200, pages: &pages, range_slot: 0 };
+/// let span = SpanView { sequence: 0, start: 0, tokens: 200, gathered: None, pages: &pages, range_slot: 0 };
 /// let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
 /// let plan = AttendPlan::new(shape, &[QueryRun::causal(0, 3)], &[store])?;
 /// assert_eq!(plan.rows(), 3);
-/// assert_eq!(plan.runs()[0].visible(0), 198);
+/// assert_eq!(plan.runs()[0].limits(0).to, 198);
 /// # Ok::<(), kvpack::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
@@ -186,16 +142,18 @@ pub struct AttendPlan {
     runs: Vec<PlannedRun>,
     rows: usize,
     segments: Vec<StorePart>,
+    scoring: Scoring,
 }
 
 impl AttendPlan {
-    /// Plans the queries of `runs` over `stores`.
+    /// Plans the queries of `runs` over `stores`, with the scoring of the shape.
     ///
     /// # Errors
     /// [`Error::Plan`] when a span has more or fewer pages than its tokens need, when it is of a sequence that no run
-    /// names, when a causal run has more queries than its sequence has tokens, or spans of its sequence that do not
-    /// follow each other; [`Error::NoTokens`] for no runs or a run without queries; [`Error::Limit`] when kernels
-    /// cannot count what is asked for.
+    /// names, when a run that sees by position has more queries than its sequence has positions, a mask that does not
+    /// suit it, or spans that overlap; [`Error::Unsupported`] when a query would see a part of a gathered span, or
+    /// other than the first tokens of a calibrated one; [`Error::NoTokens`] for no runs or a run without queries;
+    /// [`Error::Limit`] when kernels cannot count what is asked for.
     pub fn new(shape: AttentionShape, runs: &[QueryRun], stores: &[StoreView<'_>]) -> Result<Self> {
         let sequences = Sequences::new(runs);
         let (runs, rows) = place_runs(&shape, runs, &sequences, stores)?;
@@ -203,7 +161,80 @@ impl AttendPlan {
         let segments = segments.map(|(index, store)| StorePart::new(index, &shape, &sequences, store));
         let segments = segments.collect::<Result<Vec<_>>>()?;
         let segments = segments.into_iter().filter(|segment| !segment.spans.is_empty()).collect();
-        Ok(Self { shape, runs, rows, segments })
+        let plan = Self { shape, runs, rows, segments, scoring: Scoring::of(&shape) };
+        plan.check_calibrated()?;
+        Ok(plan)
+    }
+
+    /// The same plan with a scoring of the layer's own.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when there are more or fewer sinks than query heads, [`Error::Unsupported`] for a soft cap
+    /// on calibrated scores.
+    pub fn with_scoring(self, scoring: Scoring) -> Result<Self> {
+        scoring.check(&self.shape)?;
+        let calibrated = self.segments.iter().any(|segment| segment.calibration.is_some());
+        if calibrated && scoring.soft_cap().is_some() {
+            return Err(Error::Unsupported {
+                what: "a soft cap on calibrated scores".into(),
+                hint: "both bend the scores, and no method says which comes first; use a recipe without calibration"
+                    .into(),
+            });
+        }
+        Ok(Self { scoring, ..self })
+    }
+
+    /// How products of queries and keys become logits.
+    pub const fn scoring(&self) -> &Scoring {
+        &self.scoring
+    }
+
+    /// Checks that a backend without masks and scoring of its own can run the plan.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] that names the backend and what it does not serve.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn check_plain(&self, backend: &'static str) -> Result<()> {
+        let refuse = |what: &str, hint: &str| {
+            Err(Error::Unsupported { what: format!("{what} through {backend}"), hint: hint.into() })
+        };
+        const ON_THE_CPU: &str = "the CPU backend serves it";
+        if let Some(run) = self.runs.iter().find(|run| !run.sees_prefixes()) {
+            return refuse(&format!("visibility {:?}", run.run.visible), ON_THE_CPU);
+        }
+        if self.scoring != Scoring::of(&self.shape) {
+            return refuse("a softmax scale other than 1/√head_dim, a soft cap or a sink", ON_THE_CPU);
+        }
+        let mut sees = vec![false; self.runs.len()];
+        for span in self.segments.iter().flat_map(StorePart::spans) {
+            sees[span.run] |= !self.runs[span.run].seen(0, span).is_empty();
+        }
+        match sees.iter().position(|sees| !sees) {
+            None => Ok(()),
+            Some(run) => {
+                let sequence = self.runs[run].run.sequence;
+                let hint = format!("sequence {sequence} has no tokens to attend to; store some first");
+                refuse("a query that sees no tokens", &hint)
+            }
+        }
+    }
+
+    /// Checks that a query sees the first tokens of a calibrated span: its extremes are over those.
+    fn check_calibrated(&self) -> Result<()> {
+        for span in self.segments.iter().filter(|segment| segment.calibration.is_some()).flat_map(StorePart::spans) {
+            let run = &self.runs[span.run];
+            let is_first = |seen: Seen| seen.is_empty() || (seen.from == 0 && seen.tree == seen.to);
+            if !run.sees_prefixes() && !(0..run.run.queries).all(|query| is_first(run.seen(query, span))) {
+                return Err(Error::Unsupported {
+                    what: format!(
+                        "calibrated scores of a span that queries see other than from its beginning ({:?})",
+                        run.run
+                    ),
+                    hint: "use a recipe without calibration in layers with windows or trees".into(),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Shape of the layer.
@@ -245,122 +276,6 @@ impl AttendPlan {
     }
 }
 
-fn reject<T>(what: &'static str, reason: String) -> Result<T> {
-    Err(Error::Plan { what, reason })
-}
-
-/// The runs of every sequence: (sequence, index of a run), sorted.
-struct Sequences(Vec<(usize, usize)>);
-
-impl Sequences {
-    fn new(runs: &[QueryRun]) -> Self {
-        let mut sorted: Vec<_> = runs.iter().enumerate().map(|(index, run)| (run.sequence, index)).collect();
-        sorted.sort_unstable();
-        Self(sorted)
-    }
-
-    /// The runs of a sequence, as places in the list; empty where no run is of it.
-    fn runs_of(&self, sequence: usize) -> std::ops::Range<usize> {
-        let start = self.0.partition_point(|&(other, _)| other < sequence);
-        start..start + self.0[start..].partition_point(|&(other, _)| other == sequence)
-    }
-
-    /// The place of the first run of a sequence.
-    fn find(&self, sequence: usize) -> Option<usize> {
-        let runs = self.runs_of(sequence);
-        (!runs.is_empty()).then_some(runs.start)
-    }
-}
-
-/// Numbers the rows of all runs and finds how many tokens each sees.
-fn place_runs(
-    shape: &AttentionShape,
-    runs: &[QueryRun],
-    sequences: &Sequences,
-    stores: &[StoreView<'_>],
-) -> Result<(Vec<PlannedRun>, usize)> {
-    if runs.is_empty() {
-        return Err(Error::NoTokens { what: "attention plan", hint: "a call needs at least one run of queries" });
-    }
-    let mut rows = 0usize;
-    let mut planned = Vec::with_capacity(runs.len());
-    for run in runs {
-        if run.queries == 0 {
-            return Err(Error::NoTokens {
-                what: "run of queries",
-                hint: "give it at least one query, or leave it out",
-            });
-        }
-        planned.push(PlannedRun { run: *run, first_row: rows, tokens: 0 });
-        rows = rows.saturating_add(run.queries);
-    }
-    // Indices of single elements of queries and output are 32-bit words on the device.
-    let heads = (shape.query_heads() as u64).saturating_mul(shape.head_dim() as u64);
-    limit("elements of the queries", (rows as u64).saturating_mul(heads), "attend with fewer queries per call")?;
-
-    let mut spans: Vec<&SpanView<'_>> =
-        stores.iter().flat_map(|store| &store.spans).filter(|span| span.tokens > 0).collect();
-    if runs.iter().any(|run| run.visible == Visible::Causal) {
-        spans.sort_by_key(|span| span.start);
-    }
-    // At the place of the first run of every sequence.
-    let mut lengths = vec![SequenceLength::default(); runs.len()];
-    for span in spans {
-        if let Some(place) = sequences.find(span.sequence) {
-            lengths[place].add(span);
-        }
-    }
-    for planned in &mut planned {
-        let sequence = planned.run.sequence;
-        let length = sequences.find(sequence).map_or_else(SequenceLength::default, |place| lengths[place]);
-        planned.tokens = length.tokens;
-        if length.tokens == 0 {
-            return reject(
-                "attention plan",
-                format!("sequence {sequence} has no tokens to attend to; store some first"),
-            );
-        }
-        if planned.run.visible == Visible::Causal {
-            if !length.follows {
-                let reason = format!(
-                    "the spans of sequence {sequence} hold {} tokens and do not follow each other from 0 on, as those of a \
-                     causal run do",
-                    length.tokens
-                );
-                return reject("attention plan", reason);
-            }
-            if planned.run.queries > length.tokens {
-                let (queries, tokens) = (planned.run.queries, length.tokens);
-                let reason = format!("{queries} queries for the newest tokens of a sequence that holds {tokens}");
-                return reject("causal attention", reason);
-            }
-        }
-    }
-    Ok((planned, rows))
-}
-
-/// Tokens of a sequence.
-#[derive(Clone, Copy)]
-struct SequenceLength {
-    tokens: usize,
-    /// True if every span begins where those before it end, in the order in which they were added.
-    follows: bool,
-}
-
-impl Default for SequenceLength {
-    fn default() -> Self {
-        Self { tokens: 0, follows: true }
-    }
-}
-
-impl SequenceLength {
-    /// Adds the span that begins next.
-    fn add(&mut self, span: &SpanView<'_>) {
-        self.follows &= span.start == self.tokens;
-        self.tokens = self.tokens.saturating_add(span.tokens);
-    }
-}
-
 impl StorePart {
     fn new(store: usize, shape: &AttentionShape, sequences: &Sequences, view: &StoreView<'_>) -> Result<Self> {
         view.format.check(shape)?;
@@ -381,8 +296,8 @@ impl StorePart {
             }
             limit("range slots of a store", span.range_slot as u64, "use a store of fewer slots")?;
             for &(_, run) in &sequences.0[of_sequence] {
-                let (start, tokens, range_slot) = (span.start, span.tokens, span.range_slot);
-                spans.push(PlannedSpan { run, start, tokens, first_page: pages.len(), range_slot });
+                let SpanView { start, tokens, gathered, range_slot, .. } = *span;
+                spans.push(PlannedSpan { run, start, tokens, gathered, first_page: pages.len(), range_slot });
             }
             pages.extend_from_slice(span.pages);
         }
@@ -393,14 +308,10 @@ impl StorePart {
     }
 }
 
-fn limit(what: &str, needed: u64, hint: &'static str) -> Result<()> {
-    let allowed = u64::from(u32::MAX);
-    if needed <= allowed { Ok(()) } else { Err(Error::Limit { what: what.into(), needed, allowed, hint }) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Visible;
 
     const PAGES: [Page; 4] = [
         Page { shard: 0, index: 3 },
@@ -414,7 +325,14 @@ mod tests {
     }
 
     fn span(sequence: usize, start: usize, tokens: usize) -> SpanView<'static> {
-        SpanView { sequence, start, tokens, pages: &PAGES[..tokens.div_ceil(TILE_TOKENS)], range_slot: 0 }
+        SpanView {
+            sequence,
+            start,
+            tokens,
+            gathered: None,
+            pages: &PAGES[..tokens.div_ceil(TILE_TOKENS)],
+            range_slot: 0,
+        }
     }
 
     fn f16(spans: Vec<SpanView<'_>>) -> StoreView<'_> {
@@ -427,8 +345,8 @@ mod tests {
         let plan = AttendPlan::new(shape(), &runs, &[f16(vec![span(0, 0, 10), span(1, 0, 300)])]).unwrap();
         assert_eq!(plan.runs().iter().map(|run| run.first_row).collect::<Vec<_>>(), [0, 5, 6]);
         assert_eq!((plan.rows(), plan.elements()), (8, 8 * 4 * 64));
-        assert_eq!(plan.runs()[0].visible(0), 296);
-        assert_eq!((plan.runs()[2].visible(0), plan.runs()[2].visible(1)), (299, 300));
+        assert_eq!(plan.runs()[0].limits(0).to, 296);
+        assert_eq!((plan.runs()[2].limits(0).to, plan.runs()[2].limits(1).to), (299, 300));
         // The two runs of sequence 1 share its pages.
         let spans = plan.segments()[0].spans();
         assert_eq!(spans.iter().map(|span| (span.run, span.first_page)).collect::<Vec<_>>(), [(1, 0), (0, 1), (2, 1)]);
@@ -439,16 +357,24 @@ mod tests {
     fn what_cannot_be_planned_is_named() {
         let refused = |runs: &[QueryRun], spans| AttendPlan::new(shape(), runs, &[f16(spans)]).unwrap_err().to_string();
         let decode = [QueryRun::decode(0)];
-        assert!(refused(&decode, vec![]).contains("sequence 0 has no tokens"));
         assert!(refused(&[], vec![span(0, 0, 1)]).contains("at least one run"));
         assert!(refused(&[QueryRun::causal(0, 0)], vec![span(0, 0, 1)]).contains("at least one query"));
         assert!(refused(&decode, vec![span(0, 0, 1), span(1, 0, 1)]).contains("sequence 1"));
         assert!(refused(&decode, vec![SpanView { tokens: 129, ..span(0, 0, 1) }]).contains("2 pages"));
         assert!(refused(&[QueryRun::causal(0, 12)], vec![span(0, 0, 11)]).contains("12 queries"));
-        assert!(refused(&[QueryRun::causal(0, 2)], vec![span(0, 1, 11)]).contains("follow each other"));
-        // As many tokens as they reach to, and none where some queries stand.
         let twice = vec![span(0, 5, 5), span(0, 5, 5)];
-        assert!(refused(&[QueryRun::causal(0, 10)], twice).contains("follow each other"));
+        assert!(refused(&[QueryRun::causal(0, 10)], twice).contains("must not overlap"));
+        let late = QueryRun { end: Some(4), ..QueryRun::causal(0, 5) };
+        assert!(refused(&[late], vec![span(0, 0, 11)]).contains("5 queries"));
+        let calibration = crate::Calibration::new(0.0, 1.0).ok();
+        let store = StoreView { format: SegmentFormat::F16, calibration, spans: vec![span(0, 0, 20)] };
+        let window = QueryRun::new(0, 3, Visible::Window { left: 4 });
+        let error = AttendPlan::new(shape(), &[window], std::slice::from_ref(&store)).unwrap_err().to_string();
+        assert!(error.contains("calibrated") && error.contains("Window"), "{error}");
+        let plan = AttendPlan::new(shape(), &[QueryRun::causal(0, 3)], &[store]).unwrap();
+        let capped = Scoring::of(&shape()).with_soft_cap(30.0).unwrap();
+        assert!(plan.clone().with_scoring(capped).unwrap_err().to_string().contains("soft cap"));
+        assert!(plan.with_scoring(Scoring::of(&shape()).with_sinks(&[0.0]).unwrap()).is_err());
         assert!(refused(&[QueryRun::causal(0, usize::MAX)], vec![span(0, 0, 11)]).contains("elements of the queries"));
     }
 
@@ -458,9 +384,42 @@ mod tests {
         let runs = [QueryRun::decode(usize::MAX), QueryRun::causal(1 << 50, 2)];
         let spans = vec![span(usize::MAX, 0, 5), span(1 << 50, 0, 9)];
         let plan = AttendPlan::new(shape(), &runs, &[f16(spans)]).unwrap();
-        assert_eq!(plan.runs().iter().map(|run| run.tokens).collect::<Vec<_>>(), [5, 9]);
+        assert_eq!([0, 1].map(|run| plan.runs()[run].limits(0).to), [5, 8]);
         let error = AttendPlan::new(shape(), &runs, &[f16(vec![span(usize::MAX, 0, 5)])]).unwrap_err();
-        assert!(error.to_string().contains("no tokens"), "{error}");
+        assert!(error.to_string().contains("2 queries"), "{error}");
+    }
+
+    /// What survived eviction is seen whole by later queries; which part of it another one sees nobody knows.
+    #[test]
+    fn gathered_spans_are_seen_whole_or_not_at_all() {
+        let gathered = SpanView { gathered: Some(100), ..span(0, 20, 30) };
+        let plan = |runs: &[QueryRun]| AttendPlan::new(shape(), runs, &[f16(vec![gathered.clone(), span(0, 100, 50)])]);
+        let seen = |run: QueryRun, query: usize| {
+            let plan = plan(&[run]).unwrap();
+            let spans = plan.segments()[0].spans();
+            [0, 1].map(|span| plan.runs()[0].seen(query, &spans[span])).map(|seen| (seen.from, seen.to))
+        };
+        let window = |left| QueryRun::new(0, 3, Visible::Window { left });
+        assert_eq!(seen(QueryRun::causal(0, 50), 0), [(0, 30), (0, 1)]);
+        assert_eq!(seen(QueryRun { end: Some(20), ..QueryRun::causal(0, 20) }, 19), [(0, 0), (0, 0)]);
+        assert_eq!(seen(window(40), 0), [(0, 0), (7, 48)]);
+        assert_eq!(seen(window(129), 0), [(0, 30), (0, 48)]);
+        for refused in [window(128), window(60), QueryRun::causal(0, 52)] {
+            let error = plan(&[refused]).unwrap_err();
+            assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        }
+        let full = SpanView { gathered: Some(49), ..span(0, 20, 30) };
+        assert!(AttendPlan::new(shape(), &[QueryRun::decode(0)], &[f16(vec![full])]).is_err());
+    }
+
+    /// A sequence without tokens, and tokens that no query of a rank sees, are no errors.
+    #[test]
+    fn nothing_to_see_is_no_error() {
+        let plan = AttendPlan::new(shape(), &[QueryRun::decode(0)], &[f16(vec![])]).unwrap();
+        assert!(plan.segments().is_empty());
+        let far = QueryRun { end: Some(1000), ..QueryRun::new(0, 2, Visible::Window { left: 5 }) };
+        let plan = AttendPlan::new(shape(), &[far], &[f16(vec![span(0, 0, 10)])]).unwrap();
+        assert!(plan.runs()[0].seen(1, &plan.segments()[0].spans()[0]).is_empty());
     }
 
     /// Counts that the 32-bit words of kernels would cut short are refused.

@@ -1,17 +1,19 @@
 //! Blocks of queries: what of a plan a piece of work takes together.
 //!
-//! Queries of one run that see the same tokens read them together: a piece of work is a run of tokens for a *block* of
-//! neighbouring queries. Causal queries differ only at the end, so that a block sees everything but its last tile
-//! together, and the rest query by query; no kernel needs a mask.
+//! Queries of one run that see the same tokens read them together: a part is a run of tokens for a *block* of
+//! neighbouring queries. Causal queries differ only at the end, and those of a window at both ends: a block sees the
+//! tiles between together, and the rest query by query. A part of which its query does not see every token is masked.
 
 use std::ops::Range;
 
-use super::attend::{AttendPlan, PlannedRun, PlannedSpan, Visible};
+use super::attend::{AttendPlan, PlannedSpan};
+use super::runs::PlannedRun;
+use super::visible::Seen;
 use crate::format::TILE_TOKENS;
 
 /// Neighbouring queries of a run.
 ///
-/// The last tokens that they see lie in the same span, so that each has at most one piece of work alone.
+/// The last tokens that they see lie in the same span, so that causal queries have at most one part each alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Block {
     /// Index of the run.
@@ -33,6 +35,8 @@ pub(crate) struct Part {
     pub queries: usize,
     /// Tokens of the span; the first is a multiple of 128.
     pub tokens: Range<usize>,
+    /// Whether some of the tokens are hidden from its query, which then is alone.
+    pub masked: bool,
 }
 
 /// How runs are cut into blocks.
@@ -62,7 +66,7 @@ pub(crate) fn blocks(plan: &AttendPlan, BlockQueries { most, least }: BlockQueri
             let most = if least > 1 { left.div_ceil(left.div_ceil(most.max(1))) } else { most.max(1) };
             let longest = most.min(left);
             let crosses = |queries: &usize| {
-                let (before, after) = (run.visible(first), run.visible(first + queries - 1));
+                let (before, after) = (run.limits(first).to as usize, run.limits(first + queries - 1).to as usize);
                 starts.iter().any(|&start| before <= start && start < after)
             };
             let queries = (1..=longest).rev().find(|queries| !crosses(queries)).unwrap_or(1);
@@ -76,20 +80,43 @@ pub(crate) fn blocks(plan: &AttendPlan, BlockQueries { most, least }: BlockQueri
 impl Block {
     /// Adds what the block's queries see of a span of its run: first what they see together.
     pub(crate) fn add_parts(&self, index: usize, run: &PlannedRun, span: &PlannedSpan, parts: &mut Vec<Part>) {
-        let seen = |query: usize| match run.run.visible {
-            Visible::All => span.tokens,
-            Visible::Causal => run.visible(self.first + query).saturating_sub(span.start).min(span.tokens),
-        };
-        let part = |first, queries, tokens: Range<usize>| Part { block: index, first, queries, tokens };
-        let (least, most) = (seen(0), seen(self.queries - 1));
+        let seen = |query: usize| run.seen(self.first + query, span);
+        if !run.sees_prefixes() {
+            let seen: Vec<Seen> = (0..self.queries).map(seen).collect();
+            return self.add_intervals(index, &seen, parts);
+        }
+        let part = |first, queries, tokens: Range<usize>| Part { block: index, first, queries, tokens, masked: false };
+        let (least, most) = (seen(0).to, seen(self.queries - 1).to);
         if least == most {
             parts.extend((most > 0).then(|| part(0, self.queries, 0..most)));
             return;
         }
-        // Everyone has some of the last tile alone, so that all have the same number of pieces.
+        // Everyone has some of the last tile alone, so that all have the same number of parts.
         let together = least.saturating_sub(1) / TILE_TOKENS * TILE_TOKENS;
         parts.extend((together > 0).then(|| part(0, self.queries, 0..together)));
-        parts.extend((0..self.queries).map(|query| part(query, 1, together..seen(query))));
+        parts.extend((0..self.queries).map(|query| part(query, 1, together..seen(query).to)));
+    }
+
+    /// The same for queries that see other than the first tokens of a span.
+    fn add_intervals(&self, index: usize, seen: &[Seen], parts: &mut Vec<Part>) {
+        let from = seen.iter().map(|seen| seen.from).max().unwrap_or(0).next_multiple_of(TILE_TOKENS);
+        let to = seen.iter().map(|seen| seen.tree).min().unwrap_or(0) / TILE_TOKENS * TILE_TOKENS;
+        let together = if self.queries > 1 && from < to { from..to } else { 0..0 };
+        if !together.is_empty() {
+            let (queries, tokens) = (self.queries, together.clone());
+            parts.push(Part { block: index, first: 0, queries, tokens, masked: false });
+        }
+        for (first, seen) in seen.iter().enumerate() {
+            let whole = seen.from / TILE_TOKENS * TILE_TOKENS..seen.to;
+            let alone = match together.is_empty() {
+                true => [whole, 0..0],
+                false => [whole.start..together.start, together.end..whole.end],
+            };
+            for tokens in alone.into_iter().filter(|tokens| !tokens.is_empty()) {
+                let masked = seen.hides_some_of(&tokens);
+                parts.push(Part { block: index, first, queries: 1, tokens, masked });
+            }
+        }
     }
 }
 
@@ -97,14 +124,21 @@ impl Block {
 mod tests {
     use super::*;
     use crate::format::{AttentionShape, SegmentFormat};
-    use crate::plan::{Page, QueryRun, SpanView, StoreView};
+    use crate::plan::{Page, QueryRun, SpanView, StoreView, TreeMask, Visible};
     use proptest::prelude::*;
 
     /// A kernel for many queries does not take few of them where a run is one query too long.
     #[test]
     fn long_runs_are_cut_evenly() {
         let pages = [Page { shard: 0, index: 0 }; 8];
-        let spans = [0, 1].map(|sequence| SpanView { sequence, start: 0, tokens: 1000, pages: &pages, range_slot: 0 });
+        let spans = [0, 1].map(|sequence| SpanView {
+            sequence,
+            start: 0,
+            tokens: 1000,
+            gathered: None,
+            pages: &pages,
+            range_slot: 0,
+        });
         let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: spans.to_vec() };
         let runs = [QueryRun::causal(0, 130), QueryRun::causal(1, 3)];
         let plan = AttendPlan::new(AttentionShape::new(1, 1, 64).unwrap(), &runs, &[store]).unwrap();
@@ -115,26 +149,47 @@ mod tests {
         assert_eq!(queries(64, 1), [64, 64, 2, 3]);
     }
 
+    /// What one query of a run may see, with limits that cross tiles and spans.
+    fn visibilities(queries: usize, total: usize) -> impl Strategy<Value = Visible> {
+        prop_oneof![
+            Just(Visible::All),
+            Just(Visible::Causal),
+            (1..total + 9).prop_map(|left| Visible::Window { left }),
+            (0..total, 1..total + 9, any::<bool>()).prop_map(move |(start, left, window)| {
+                let middle = start + (total - start) / 2;
+                let spans = [start..middle, middle..total].into_iter().filter(|span| !span.is_empty()).collect();
+                Visible::Spans { left: window.then_some(left), spans }
+            }),
+            (queries..=total.min(queries + 200), any::<u64>()).prop_map(move |(tokens, seed)| {
+                let byte = |i: usize| (seed.wrapping_mul(i as u64 + 1) >> 13) as u8;
+                let bits: Vec<u8> = (0..(queries * tokens).div_ceil(8)).map(byte).collect();
+                Visible::Tree(TreeMask::from_bits(queries, tokens, &bits).unwrap())
+            }),
+        ]
+    }
+
     proptest! {
         /// Every query gets every token that it sees once, and no other, however long blocks and spans are.
         #[test]
         fn every_query_gets_what_it_sees_once(
-            lengths in prop::collection::vec(0usize..400, 1..6),
-            (queries, all) in (1usize..200, any::<bool>()),
+            (lengths, queries, visible) in (prop::collection::vec(0usize..400, 1..6), 1usize..200)
+                .prop_filter("tokens", |(lengths, _)| lengths.iter().sum::<usize>() > 0)
+                .prop_flat_map(|(lengths, queries)| {
+                    let total: usize = lengths.iter().sum();
+                    let queries = queries.min(total);
+                    (Just(lengths), Just(queries), visibilities(queries, total))
+                }),
             (most, least) in (1usize..10, 1usize..20),
         ) {
             let total: usize = lengths.iter().sum();
-            prop_assume!(total > 0);
-            let queries = queries.min(total);
             let pages = [Page { shard: 0, index: 0 }; 4];
             let mut start = 0;
             let spans: Vec<SpanView<'_>> = lengths.iter().map(|&tokens| {
                 start += tokens;
                 let pages = &pages[..tokens.div_ceil(TILE_TOKENS)];
-                SpanView { sequence: 0, start: start - tokens, tokens, pages, range_slot: 0 }
+                SpanView { sequence: 0, start: start - tokens, tokens, gathered: None, pages, range_slot: 0 }
             }).collect();
-            let run = if all { QueryRun { sequence: 0, queries, visible: crate::plan::Visible::All } }
-                else { QueryRun::causal(0, queries) };
+            let run = QueryRun::new(0, queries, visible.clone());
             let shape = AttentionShape::new(1, 1, 64).unwrap();
             let (evens, odds): (Vec<_>, Vec<_>) = spans.into_iter().enumerate().partition(|(i, _)| i % 2 == 0);
             let stores = [evens, odds].map(|spans| StoreView {
@@ -151,9 +206,13 @@ mod tests {
                         block.add_parts(index, &plan.runs()[0], span, &mut parts);
                         for part in parts {
                             prop_assert!(part.tokens.start % TILE_TOKENS == 0 && !part.tokens.is_empty());
+                            prop_assert!(!part.masked || part.queries == 1);
                             for query in block.first + part.first..block.first + part.first + part.queries {
                                 alone[query] += usize::from(part.queries < block.queries);
-                                part.tokens.clone().for_each(|token| seen[query][span.start + token] += 1);
+                                for token in part.tokens.clone() {
+                                    let is_seen = !part.masked || plan.runs()[0].sees(query, span.start + token);
+                                    seen[query][span.start + token] += u8::from(is_seen);
+                                }
                             }
                         }
                     }
@@ -162,10 +221,12 @@ mod tests {
             let most = if queries < least { 1 } else { most };
             prop_assert!(blocks.iter().all(|block| block.queries <= most));
             prop_assert_eq!(blocks.iter().map(|block| block.queries).sum::<usize>(), queries);
-            prop_assert!(alone.iter().all(|&parts| parts <= 1));
+            let prefixes = matches!(visible, Visible::All | Visible::Causal);
+            prop_assert!(!prefixes || alone.iter().all(|&parts| parts <= 1));
             for (query, seen) in seen.iter().enumerate() {
-                let visible = plan.runs()[0].visible(query);
-                prop_assert!(seen[..visible].iter().all(|&n| n == 1) && seen[visible..].iter().all(|&n| n == 0));
+                for (position, &times) in seen.iter().enumerate() {
+                    prop_assert_eq!(times, u8::from(plan.runs()[0].sees(query, position)), "{} {}", query, position);
+                }
             }
         }
     }

@@ -7,25 +7,36 @@
 //! What a step stores is a [`WriteTable`]: tokens, copies of pages and full windows, in a [`WriteLayout`] that says how
 //! much of each there may be.
 
+use crate::{Error, Result};
+
 mod attend;
 mod blocks;
+mod cut;
+mod layer_attention;
 mod pages;
 mod rows;
+mod runs;
+mod scoring;
 mod split;
 mod state_rows;
 mod tokens;
+mod visible;
 mod work;
 mod write;
 
 pub use crate::counts::{MOST_LAYERS, MOST_TOKENS};
-pub use attend::{AttendPlan, PlannedRun, PlannedSpan, QueryRun, SpanView, StoreFormat, StorePart, StoreView, Visible};
+pub use attend::{AttendPlan, PlannedSpan, SpanView, StoreFormat, StorePart, StoreView};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use blocks::BlockQueries;
+pub use layer_attention::LayerAttention;
 pub use pages::{Page, PageAllocator};
 pub use rows::{ElementType, Elements, QueryLayout, RowLayout, TokenRange};
+pub use runs::{PlannedRun, QueryRun};
+pub use scoring::Scoring;
 pub use split::Split;
 pub use state_rows::StateRows;
 pub use tokens::{IndexShape, Rows, TokenIndices};
+pub use visible::{RowLimits, Seen, TreeMask, Visible};
 pub use work::{Dispatch, PreparedRow, StoreWork, Work, WorkItem};
 pub(crate) use write::BackendStore;
 pub use write::{
@@ -37,3 +48,12 @@ pub(crate) use {
     blocks::{Block, Part, blocks},
     state_rows::StateCounts,
 };
+
+fn reject<T>(what: &'static str, reason: String) -> Result<T> {
+    Err(Error::Plan { what, reason })
+}
+
+fn limit(what: &str, needed: u64, hint: &'static str) -> Result<()> {
+    let allowed = u64::from(u32::MAX);
+    if needed <= allowed { Ok(()) } else { Err(Error::Limit { what: what.into(), needed, allowed, hint }) }
+}

@@ -1,11 +1,10 @@
 //! A plan cut into work items, for the CPU and wgpu. (CUDA cuts plans itself, to fill its multiprocessors once.)
 
-use std::collections::BTreeMap;
-use std::ops::Range;
-
 use super::Page;
-use super::attend::{AttendPlan, StorePart};
-use super::blocks::{Block, BlockQueries, Part, blocks};
+use super::attend::AttendPlan;
+use super::blocks::{BlockQueries, blocks};
+use super::cut::cut_segment;
+use super::scoring::Scoring;
 use super::split::Split;
 use super::state_rows::{StateCounts, StateRows};
 use crate::Result;
@@ -39,7 +38,8 @@ pub struct WorkItem {
     /// State rows from one query to the next.
     pub stride: u32,
     /// Where the item's scores lie in the unfused path: those of query head h and tile t of the item begin at
-    /// `((scores + t) · Hq + h) · 128`. Items of calibrated segments have one query.
+    /// `((scores + t) · Hq + h) · 128`. Items of calibrated segments have one query. Masked items are not calibrated:
+    /// this is the index of their token bits in [`StoreWork::page_table`].
     pub scores: u32,
     /// Not used.
     pub unused: u32,
@@ -56,14 +56,16 @@ pub struct PreparedRow {
     pub range_slot: u32,
 }
 
-/// Work items that one dispatch takes: their pages lie in one shard, and they have one query each, or
-/// blocks of queries.
+/// Work items that one dispatch takes: their pages lie in one shard, they have one query each or blocks of queries, and
+/// all or none of them are masked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dispatch {
     /// The shard.
     pub shard: u32,
     /// Most queries of its items: 1, or [`Work::block_queries`].
     pub most_queries: usize,
+    /// Whether some tokens of every item, but not all, are hidden from its query, as its token bits say.
+    pub masked: bool,
     /// First item.
     pub first_item: usize,
     /// Number of items.
@@ -73,14 +75,15 @@ pub struct Dispatch {
 /// The work of one segment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoreWork {
-    store: usize,
-    format: SegmentFormat,
-    calibration: Option<Calibration>,
-    queries: Vec<PreparedRow>,
-    page_table: Vec<u32>,
-    items: Vec<WorkItem>,
-    dispatches: Vec<Dispatch>,
-    score_tiles: usize,
+    pub(super) store: usize,
+    pub(super) format: SegmentFormat,
+    pub(super) calibration: Option<Calibration>,
+    pub(super) queries: Vec<PreparedRow>,
+    pub(super) page_table: Vec<u32>,
+    pub(super) items: Vec<WorkItem>,
+    pub(super) dispatches: Vec<Dispatch>,
+    pub(super) score_tiles: usize,
+    pub(super) scoring: Scoring,
 }
 
 impl StoreWork {
@@ -104,7 +107,8 @@ impl StoreWork {
         &self.queries
     }
 
-    /// Page indices within the shard of the item that points at them.
+    /// Page indices within the shard of the item that points at them, and behind all of them the token bits of masked
+    /// items: four words for every tile, the lowest bit of a word first.
     pub fn page_table(&self) -> &[u32] {
         &self.page_table
     }
@@ -131,6 +135,16 @@ impl StoreWork {
         self.page_table[item.page_offset as usize..][..tiles].iter().map(move |&index| Page { shard, index })
     }
 
+    /// How its scores become logits. Sinks are the merge's.
+    pub const fn scoring(&self) -> &Scoring {
+        &self.scoring
+    }
+
+    /// Whether the query of a masked item sees a token of the item.
+    pub(crate) fn sees(&self, item: &WorkItem, token: usize) -> bool {
+        self.page_table[item.scores as usize + token / 32] >> (token % 32) & 1 == 1
+    }
+
     /// Tiles of scores that the unfused path stores, for each query head.
     pub const fn score_tiles(&self) -> usize {
         self.score_tiles
@@ -148,6 +162,7 @@ pub struct Work {
     rows: Vec<StateRows>,
     states: usize,
     block_queries: usize,
+    scoring: Scoring,
 }
 
 impl Work {
@@ -181,7 +196,8 @@ impl Work {
         }
         let block_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
         let segments = segments.into_iter().map(|(segment, _)| segment).collect();
-        Ok(Self { shape: *plan.shape(), segments, rows: states.rows, states: states.states, block_queries })
+        let (shape, scoring) = (*plan.shape(), plan.scoring().clone());
+        Ok(Self { shape, segments, rows: states.rows, states: states.states, block_queries, scoring })
     }
 
     /// Shape of the layer.
@@ -197,6 +213,11 @@ impl Work {
     /// The state rows of every query, in the order of the queries.
     pub fn rows(&self) -> &[StateRows] {
         &self.rows
+    }
+
+    /// How products of queries and keys become logits.
+    pub const fn scoring(&self) -> &Scoring {
+        &self.scoring
     }
 
     /// Rows of states that the items write, and some that nobody writes or reads. A row holds the states of
@@ -216,165 +237,18 @@ impl Work {
     }
 }
 
-/// Where the prepared queries and the scores of a segment's spans begin.
-struct Prepared {
-    queries: Vec<PreparedRow>,
-    /// For every span: index of the query of its run's first row, and of the first tile of that query's scores.
-    spans: Vec<(usize, usize)>,
-    score_tiles: usize,
-}
-
-impl Prepared {
-    fn new(plan: &AttendPlan, segment: &StorePart) -> Self {
-        if !segment.format().key.has_span_ranges() && segment.calibration().is_none() {
-            // All spans share what is prepared of a query.
-            let queries = (0..plan.rows()).map(|row| PreparedRow { row: row as u32, range_slot: 0 }).collect();
-            let spans = segment.spans().iter().map(|span| (plan.runs()[span.run].first_row, 0)).collect();
-            return Self { queries, spans, score_tiles: 0 };
-        }
-        let mut prepared = Self { queries: Vec::new(), spans: Vec::new(), score_tiles: 0 };
-        for span in segment.spans() {
-            prepared.spans.push((prepared.queries.len(), prepared.score_tiles));
-            let run = &plan.runs()[span.run];
-            let rows = run.first_row..run.first_row + run.run.queries;
-            prepared
-                .queries
-                .extend(rows.map(|row| PreparedRow { row: row as u32, range_slot: span.range_slot as u32 }));
-            if segment.calibration().is_some() {
-                prepared.score_tiles += run.run.queries * span.tokens.div_ceil(TILE_TOKENS);
-            }
-        }
-        prepared
-    }
-}
-
-/// Cuts a segment into items, and says of which block each is.
-///
-/// Parts of single queries and of blocks are cut as their `splits` say.
-fn cut_segment(
-    plan: &AttendPlan,
-    segment: &StorePart,
-    blocks: &[Block],
-    splits: [&Split; 2],
-) -> (StoreWork, Vec<usize>) {
-    let shape = plan.shape();
-    let prepared = Prepared::new(plan, segment);
-    let first_block: Vec<usize> =
-        (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-    // Of every span, one after the other, and where those of each end.
-    let (mut parts, mut ends) = (Vec::with_capacity(segment.spans().len()), Vec::with_capacity(segment.spans().len()));
-    for span in segment.spans() {
-        let first = parts.len();
-        let of_run = first_block[span.run]..first_block[span.run + 1];
-        for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-            block.add_parts(index, &plan.runs()[span.run], span, &mut parts);
-        }
-        // A query has scores of its own where they are calibrated, by its own extremes.
-        if segment.calibration().is_some() {
-            let of_span = parts.split_off(first);
-            parts.extend(of_span.into_iter().flat_map(single_queries));
-        }
-        ends.push(parts.len());
-    }
-    let tiles_where = |of: fn(&Part) -> bool| -> usize {
-        parts.iter().filter(|part| of(part)).map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum()
-    };
-    let cuts = match splits {
-        [single, blocks] if single == blocks => {
-            [single.cut(tiles_where(|_| true) * shape.kv_heads(), shape.group()); 2]
-        }
-        [single, blocks] => {
-            let counts = [tiles_where(|part| part.queries == 1), tiles_where(|part| part.queries > 1)];
-            let [singles, of_blocks] = counts.map(|tiles| tiles * shape.kv_heads());
-            [single.cut(singles, shape.group()), blocks.cut_evenly(of_blocks)]
-        }
-    };
-
-    // By shard, and whether items have several queries.
-    let mut by_dispatch: BTreeMap<(u32, bool), Vec<(WorkItem, usize)>> = BTreeMap::new();
-    let mut start = 0;
-    for ((span, end), &(first_query, first_score)) in segment.spans().iter().zip(ends).zip(&prepared.spans) {
-        let of_span = &parts[start..end];
-        start = end;
-        let span_tiles = span.tokens.div_ceil(TILE_TOKENS);
-        let pages = segment.pages_of(span);
-        for part in of_span {
-            let block = &blocks[part.block];
-            // Within the run.
-            let query = block.first + part.first;
-            let first_tile = part.tokens.start / TILE_TOKENS;
-            for run in runs_in_one_shard(&pages[first_tile..part.tokens.end.div_ceil(TILE_TOKENS)]) {
-                let dispatch = (pages[first_tile + run.start].shard, part.queries > 1);
-                let items = by_dispatch.entry(dispatch).or_default();
-                for tiles in cuts[usize::from(part.queries > 1)].pieces(run.start + first_tile..run.end + first_tile) {
-                    let item = WorkItem {
-                        page_offset: (span.first_page + tiles.start) as u32,
-                        tokens: ((tiles.end * TILE_TOKENS).min(part.tokens.end) - tiles.start * TILE_TOKENS) as u32,
-                        query: (first_query + query) as u32,
-                        state: 0, // these are known once all segments are cut
-                        range_slot: span.range_slot as u32,
-                        row: (plan.runs()[span.run].first_row + query) as u32,
-                        first_state: 0,
-                        states: 0,
-                        queries: part.queries as u32,
-                        stride: 0,
-                        scores: (first_score + query * span_tiles + tiles.start) as u32,
-                        unused: 0,
-                    };
-                    items.push((item, part.block));
-                }
-            }
-        }
-    }
-    let (mut items, mut item_blocks, mut dispatches) = (Vec::new(), Vec::new(), Vec::new());
-    let most_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
-    for ((shard, several), mut of_dispatch) in by_dispatch {
-        of_dispatch.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
-        let most_queries = if several { most_queries } else { 1 };
-        dispatches.push(Dispatch { shard, most_queries, first_item: items.len(), items: of_dispatch.len() });
-        items.extend(of_dispatch.iter().map(|(item, _)| *item));
-        item_blocks.extend(of_dispatch.iter().map(|(_, block)| *block));
-    }
-    let work = StoreWork {
-        store: segment.store(),
-        format: *segment.format(),
-        calibration: segment.calibration().copied(),
-        queries: prepared.queries,
-        page_table: segment.pages().iter().map(|page| page.index).collect(),
-        items,
-        dispatches,
-        score_tiles: prepared.score_tiles,
-    };
-    (work, item_blocks)
-}
-
-/// The same part for every query alone.
-fn single_queries(part: Part) -> impl Iterator<Item = Part> {
-    (part.first..part.first + part.queries).map(move |first| Part { first, queries: 1, ..part.clone() })
-}
-
-/// Maximal runs of pages in the same shard.
-fn runs_in_one_shard(pages: &[Page]) -> impl Iterator<Item = Range<usize>> {
-    let mut start = 0;
-    pages.chunk_by(|a, b| a.shard == b.shard).map(move |run| {
-        let range = start..start + run.len();
-        start = range.end;
-        range
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Bits;
-    use crate::plan::{QueryRun, SpanView, StoreView};
+    use crate::plan::{QueryRun, SpanView, StoreView, TreeMask, Visible};
     use proptest::prelude::*;
 
     #[test]
     fn a_span_that_changes_shard_is_cut_there() {
         let shape = AttentionShape::new(4, 2, 64).unwrap();
         let pages: Vec<Page> = [(0, 3), (0, 4), (1, 0)].iter().map(|&(shard, index)| Page { shard, index }).collect();
-        let span = SpanView { sequence: 0, start: 0, tokens: 300, pages: &pages, range_slot: 0 };
+        let span = SpanView { sequence: 0, start: 0, tokens: 300, gathered: None, pages: &pages, range_slot: 0 };
         let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
         let plan = AttendPlan::new(shape, &[QueryRun::decode(0)], &[store]).unwrap();
         let work = Work::new(&plan, Split::default(), 1).unwrap();
@@ -390,7 +264,7 @@ mod tests {
     fn causal_queries_share_their_items() {
         let shape = AttentionShape::new(4, 2, 64).unwrap();
         let pages: Vec<Page> = (0..256).map(|index| Page { shard: 0, index }).collect();
-        let span = SpanView { sequence: 0, start: 0, tokens: 32_768, pages: &pages, range_slot: 0 };
+        let span = SpanView { sequence: 0, start: 0, tokens: 32_768, gathered: None, pages: &pages, range_slot: 0 };
         let tiles = |queries: usize, block_queries: usize| {
             let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span.clone()] };
             let plan = AttendPlan::new(shape, &[QueryRun::causal(0, queries)], &[store]).unwrap();
@@ -414,6 +288,7 @@ mod tests {
             target_items in prop_oneof![1usize..200, Just(usize::MAX)],
             (tile_step, max_tiles) in (1usize..6, 1usize..40),
             (queries, block_queries) in (prop::collection::vec(1usize..40, 3), 1usize..9),
+            window in prop::option::of(1usize..700),
         ) {
             let shape = AttentionShape::new(6, 2, 64).unwrap();
             let mut next = 0;
@@ -426,16 +301,27 @@ mod tests {
             let mut starts = [0; 3];
             let spans: Vec<SpanView<'_>> = lengths.iter().zip(&tables).enumerate().map(|(i, (&(sequence, tokens), pages))| {
                 starts[sequence] += tokens;
-                SpanView { sequence, start: starts[sequence] - tokens, tokens, pages, range_slot: i }
+                SpanView { sequence, start: starts[sequence] - tokens, tokens, gathered: None, pages, range_slot: i }
             }).collect();
             let of = |parity: usize| spans.iter().skip(parity).step_by(2).cloned().collect::<Vec<_>>();
-            let calibration = crate::Calibration::new(0.0, 1.0).ok();
+            let calibration = crate::Calibration::new(0.0, 1.0).ok().filter(|_| window.is_none());
             let stores = [
                 StoreView { format: SegmentFormat::F16, calibration: None, spans: of(0) },
                 StoreView { format: SegmentFormat::per_channel(Bits::Two), calibration, spans: of(1) },
             ];
-            let runs: Vec<QueryRun> = queries.iter().enumerate()
-                .map(|(sequence, &queries)| QueryRun::causal(sequence, queries.min(starts[sequence]).max(1))).collect();
+            let run = |(sequence, &queries): (usize, &usize)| {
+                let queries = queries.min(starts[sequence]).max(1);
+                let visible = match (window, sequence) {
+                    (None, _) | (_, 0) => Visible::Causal,
+                    (Some(left), 1) => Visible::Window { left },
+                    (Some(left), _) => {
+                        let bytes: Vec<u8> = (0..(queries * queries).div_ceil(8)).map(|i| (i * left) as u8).collect();
+                        Visible::Tree(TreeMask::from_bits(queries, queries, &bytes).unwrap())
+                    }
+                };
+                QueryRun::new(sequence, queries, visible)
+            };
+            let runs: Vec<QueryRun> = queries.iter().enumerate().map(run).collect();
             let plan = AttendPlan::new(shape, &runs, &stores);
             prop_assert_eq!(plan.is_ok(), starts.iter().all(|&tokens| tokens > 0));
             let Ok(plan) = plan else { return Ok(()) };
@@ -460,7 +346,13 @@ mod tests {
                         prop_assert!(segment.pages_of(dispatch, item).eq(planned.pages()[at..at + tiles].iter().copied()));
                         for query in 0..item.queries {
                             let row = (item.row + query) as usize;
-                            seen[row] += item.tokens as usize;
+                            let first = span.start + (at - span.first_page) * TILE_TOKENS;
+                            let run = &plan.runs()[span.run];
+                            for token in 0..item.tokens as usize {
+                                let is_seen = !dispatch.masked || segment.sees(item, token);
+                                prop_assert_eq!(is_seen, run.sees(row - run.first_row, first + token));
+                                seen[row] += usize::from(is_seen);
+                            }
                             let state = item.state + query * item.stride;
                             prop_assert!((work.rows()[row].first..work.rows()[row].end).contains(&state));
                             states[state as usize] += 1;
@@ -477,11 +369,14 @@ mod tests {
             }
             for run in plan.runs() {
                 for query in 0..run.run.queries {
-                    prop_assert_eq!(seen[run.first_row + query], run.visible(query));
+                    let (row, length) = (run.first_row + query, starts[run.run.sequence]);
+                    let sees = (0..length).filter(|&position| run.sees(query, position)).count();
+                    prop_assert_eq!(seen[row], sees);
+                    let states_of = work.rows()[row];
+                    prop_assert!(states_of.end > states_of.first || sees == 0);
                 }
             }
             for rows in work.rows() {
-                prop_assert!(rows.end > rows.first);
                 prop_assert!((rows.first..rows.end).all(|row| states[row as usize] == 1));
             }
         }

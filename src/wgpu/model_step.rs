@@ -191,16 +191,23 @@ impl ModelStep {
             // All stores of one sequence. With one tile each, there are few states. With many, there are too many to be
             // merged without a launch.
             let view = |(place, &StoreFormat { format, calibration }): (usize, &StoreFormat)| {
-                let span = SpanView { sequence: 0, start: place * tokens, tokens, pages: &pages, range_slot: 0 };
+                let span = SpanView {
+                    sequence: 0,
+                    start: place * tokens,
+                    tokens,
+                    gathered: None,
+                    pages: &pages,
+                    range_slot: 0,
+                };
                 StoreView { format, calibration, spans: vec![span] }
             };
             let together: Vec<StoreView<'_>> = stores.iter().enumerate().map(view).collect();
             for run in runs {
                 for store in stores {
-                    let plan = AttendPlan::new(*layout.shape(), &[*run], &[view((0, store))])?;
+                    let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &[view((0, store))])?;
                     variants.extend(self.plan(&plan)?.variants());
                 }
-                let plan = AttendPlan::new(*layout.shape(), &[*run], &together)?;
+                let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &together)?;
                 variants.extend(self.plan(&plan)?.variants());
             }
         }

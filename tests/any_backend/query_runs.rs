@@ -141,6 +141,7 @@ impl Runs {
                 sequence: span.sequence,
                 start: span.start,
                 tokens: span.tokens,
+                gathered: None,
                 pages: &span.pages,
                 range_slot: span.range_slot,
             });
@@ -168,7 +169,7 @@ impl Runs {
                     filled.spans.iter().zip(&filled.dense).filter(|(span, _)| span.sequence == run.run.sequence);
                 let seen: Vec<_> = parts
                     .map(|(span, (keys, values))| {
-                        let tokens = run.visible(query).saturating_sub(span.start).min(span.tokens);
+                        let tokens = (run.limits(query).to as usize).saturating_sub(span.start).min(span.tokens);
                         let cut = |rows: &Vec<f32>| self.first_tokens(rows, span.tokens, tokens);
                         (cut(keys), cut(values), tokens, self.stores[span.store].1)
                     })
@@ -234,7 +235,7 @@ pub fn cases(longest: usize) -> Vec<Runs> {
         key: affine(Bits::Two, Grouping::ChannelTokens(32)),
         value: affine(Bits::Two, Grouping::TokenChannels(32)),
     };
-    let all = |sequence, queries| QueryRun { sequence, queries, visible: kvpack::plan::Visible::All };
+    let all = |sequence, queries| QueryRun::new(sequence, queries, kvpack::plan::Visible::All);
     let shape = |query_heads, kv_heads, head_dim| AttentionShape::new(query_heads, kv_heads, head_dim).unwrap();
     let plain = |formats: &[SegmentFormat]| formats.iter().map(|&format| (format, None)).collect::<Vec<_>>();
     let f16 = SegmentFormat::F16;

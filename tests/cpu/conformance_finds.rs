@@ -10,7 +10,9 @@ use kvpack::backend::{
 use kvpack::conformance::{self, Failure, Report};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use kvpack::plan::{AttendPlan, ElementType, Page, PlannedSpan, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
+use kvpack::plan::{
+    AttendPlan, ElementType, Page, PlannedSpan, QueryRun, RowLayout, Scoring, SpanView, StoreView, TokenRange, Visible,
+};
 use kvpack::policy::{ScoreRequest, StatsRequest};
 
 /// A mistake that kernels make.
@@ -50,6 +52,14 @@ enum Mistake {
     DropsLastRow,
     /// Outputs of bf16 are cut off in place of being rounded.
     CutsBf16,
+    /// A window begins one position too early.
+    WidensWindow,
+    /// A mask is applied one tile too early.
+    ShiftsMask,
+    /// Products are capped before they are scaled.
+    CapsBeforeScale,
+    /// A sink counts in two parts of what is merged.
+    CountsSinkTwice,
 }
 
 struct Mistaken {
@@ -216,14 +226,47 @@ impl Mistaken {
                 };
                 let sequence = plan.runs()[span.run].run.sequence;
                 let pages = &segment.pages_of(span)[..tokens.div_ceil(TILE_TOKENS)];
-                SpanView { sequence, start: span.start, tokens, pages, range_slot: span.range_slot }
+                SpanView {
+                    sequence,
+                    start: span.start,
+                    tokens,
+                    gathered: span.gathered,
+                    pages,
+                    range_slot: span.range_slot,
+                }
             };
             let calibration = segment.calibration().filter(|_| self.mistake != Mistake::IgnoresCalibration).copied();
             let spans = segment.spans().iter().map(span).collect();
             views.push(StoreView { format: *segment.format(), calibration, spans });
         }
-        let runs: Vec<QueryRun> = plan.runs().iter().map(|planned| planned.run).collect();
-        AttendPlan::new(*plan.shape(), &runs, &views)
+        let runs: Vec<QueryRun> = plan.runs().iter().map(|planned| planned.run.clone()).collect();
+        let runs: Vec<QueryRun> = runs.into_iter().map(|run| self.mistaken_run(run)).collect();
+        AttendPlan::new(*plan.shape(), &runs, &views)?.with_scoring(self.mistaken_scoring(plan.scoring())?)
+    }
+
+    fn mistaken_run(&self, run: QueryRun) -> QueryRun {
+        let wider = match self.mistake {
+            Mistake::WidensWindow => 1,
+            Mistake::ShiftsMask => TILE_TOKENS,
+            _ => return run,
+        };
+        let visible = match run.visible {
+            Visible::Window { left } => Visible::Window { left: left + wider },
+            other => other,
+        };
+        QueryRun { visible, ..run }
+    }
+
+    fn mistaken_scoring(&self, scoring: &Scoring) -> Result<Scoring> {
+        let mistaken = scoring.clone();
+        match (self.mistake, scoring.soft_cap(), scoring.sinks()) {
+            // scale · cap · tanh(q · k / cap)
+            (Mistake::CapsBeforeScale, Some(cap), _) => mistaken.with_soft_cap(cap * scoring.scale()),
+            (Mistake::CountsSinkTwice, _, Some(sinks)) => {
+                mistaken.with_sinks(&sinks.iter().map(|sink| sink + 2f32.ln()).collect::<Vec<_>>())
+            }
+            _ => Ok(mistaken),
+        }
     }
 
     /// Attention with coarse weights, for plans of one segment.
@@ -277,6 +320,34 @@ fn run(name: &str, mistake: Mistake) -> Report {
 fn is_inaccurate(case: &str, mistake: Mistake) {
     let report = run(case, mistake);
     assert!(report.failures.iter().any(|f| matches!(f, Failure::Inaccurate { .. })), "{case}: {}", report.reason());
+}
+
+/// Every check of the read path whose name holds `kind` fails.
+fn all_are_inaccurate(kind: &str, mistake: Mistake) {
+    let checks = conformance::checks();
+    let names: Vec<&str> = checks
+        .iter()
+        .map(|check| check.name())
+        .filter(|name| name.starts_with("read-") && name.contains(kind) && !name.contains("nothing"))
+        .collect();
+    assert!(names.len() >= 3, "{names:?}");
+    names.into_iter().for_each(|name| is_inaccurate(name, mistake));
+}
+
+#[test]
+fn a_window_off_by_one_and_a_shifted_mask_are_found() {
+    all_are_inaccurate("read-window-", Mistake::WidensWindow);
+    all_are_inaccurate("read-window-", Mistake::ShiftsMask);
+}
+
+#[test]
+fn a_cap_before_the_scale_is_found() {
+    all_are_inaccurate("capped", Mistake::CapsBeforeScale);
+}
+
+#[test]
+fn a_sink_that_counts_twice_is_found() {
+    all_are_inaccurate("sinks", Mistake::CountsSinkTwice);
 }
 
 #[test]

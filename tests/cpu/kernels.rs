@@ -54,7 +54,14 @@ impl Span {
 
     /// NMSE of one decode step against the oracle over the dequantised rows.
     fn attend_error(&self, calibration: Option<Calibration>, split: Split) -> f64 {
-        let span = SpanView { sequence: 0, start: 0, tokens: self.rows.tokens, pages: &self.pages, range_slot: 2 };
+        let span = SpanView {
+            sequence: 0,
+            start: 0,
+            tokens: self.rows.tokens,
+            gathered: None,
+            pages: &self.pages,
+            range_slot: 2,
+        };
         let view = StoreView { format: *self.store.format(), calibration, spans: vec![span] };
         let plan = AttendPlan::new(self.rows.shape, &QueryRun::decode_batch(1), &[view]).unwrap();
         let got = attend_plan(&plan, &[&self.store], Elements::F32(&self.rows.query), split).unwrap();
@@ -273,7 +280,7 @@ fn wrong_calls_are_typed_errors() {
     let single = TokenWrite { token: 0, page: pages[0], slot: 0, centre: None };
     assert!(matches!(append(&mut store, keys, values, write.rows, &[single]), Err(Error::Plan { .. })));
 
-    let span = SpanView { sequence: 0, start: 0, tokens: 200, pages: &pages, range_slot: 2 };
+    let span = SpanView { sequence: 0, start: 0, tokens: 200, gathered: None, pages: &pages, range_slot: 2 };
     let view = StoreView { format: *store.format(), calibration: None, spans: vec![span] };
     let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[view]).unwrap();
     let query = Elements::F32(&rows.query);

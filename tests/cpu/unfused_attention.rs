@@ -51,6 +51,7 @@ impl Block {
             sequence: 0,
             start: 0,
             tokens: *tokens,
+            gathered: None,
             pages,
             range_slot,
         });

@@ -94,7 +94,7 @@ fn decode_variants(capabilities: impl Fn(usize) -> Capabilities) -> Vec<Variant>
         let shape = AttentionShape::new([1, 4, 7, 8][turn % 4] * 2, 2, head_dim).unwrap();
         let calibration = (turn % 3 == 0).then(|| Calibration::new(1.0, 2.0).unwrap());
         let pages = [Page { shard: 0, index: 0 }];
-        let span = SpanView { sequence: 0, start: 0, tokens: 100, pages: &pages, range_slot: 0 };
+        let span = SpanView { sequence: 0, start: 0, tokens: 100, gathered: None, pages: &pages, range_slot: 0 };
         let store = StoreView { format: SegmentFormat { key, value }, calibration, spans: vec![span] };
         let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
         let types = ElementType::ALL;
@@ -115,7 +115,8 @@ fn matrix_variants() -> Vec<Variant> {
     let capabilities = Capabilities { matrices: true, limits, ..all };
     let pages = vec![Page { shard: 0, index: 0 }; 9];
     let variants = ElementType::ALL.map(|input| {
-        let spans = vec![SpanView { sequence: 0, start: 0, tokens: 9 * 128, pages: &pages, range_slot: 0 }];
+        let spans =
+            vec![SpanView { sequence: 0, start: 0, tokens: 9 * 128, gathered: None, pages: &pages, range_slot: 0 }];
         let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
         let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
         let plan =
@@ -142,7 +143,14 @@ fn run_variants(capabilities: &Capabilities) -> Vec<Variant> {
         let (group, head_dim) = [(4, 128), (3, 96), (1, 64)][turn / 4];
         let shape = AttentionShape::new(2 * group, 2, head_dim).unwrap();
         let pages = [0; 5].map(|index| Page { shard: 0, index });
-        let spans = [0, 1].map(|sequence| SpanView { sequence, start: 0, tokens: 600, pages: &pages, range_slot: 0 });
+        let spans = [0, 1].map(|sequence| SpanView {
+            sequence,
+            start: 0,
+            tokens: 600,
+            gathered: None,
+            pages: &pages,
+            range_slot: 0,
+        });
         let store = StoreView { format, calibration: None, spans: spans.to_vec() };
         let runs = [QueryRun::causal(0, [120, 200][turn % 2] / group), QueryRun::causal(1, 2)];
         let plan = AttendPlan::new(shape, &runs, &[store]).unwrap();

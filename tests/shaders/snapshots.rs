@@ -43,7 +43,14 @@ pub(super) fn of_step(
     (query, everything, tiles): (QueryPrecision, bool, usize),
 ) -> Variant {
     let pages = vec![Page { shard: 0, index: 0 }; tiles];
-    let spans = vec![SpanView { sequence: 0, start: 0, tokens: tiles * TILE_TOKENS, pages: &pages, range_slot: 0 }];
+    let spans = vec![SpanView {
+        sequence: 0,
+        start: 0,
+        tokens: tiles * TILE_TOKENS,
+        gathered: None,
+        pages: &pages,
+        range_slot: 0,
+    }];
     let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
     let store = StoreView { format, calibration, spans };
     let run = QueryRun::causal(0, if kernel == "attend_run" { 64 } else { 1 });

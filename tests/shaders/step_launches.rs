@@ -37,7 +37,14 @@ fn kernels_of(
     tiles: u32,
 ) -> Vec<String> {
     let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
-    let spans = vec![SpanView { sequence: 0, start: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+    let spans = vec![SpanView {
+        sequence: 0,
+        start: 0,
+        tokens: pages.len() * 128,
+        gathered: None,
+        pages: &pages,
+        range_slot: 0,
+    }];
     let split = Split { target_items: usize::MAX, tile_step: 1, max_tiles: 1 };
     let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[StoreView { format, calibration, spans }]).unwrap();
     let options = AttendOptions { split, ..AttendOptions::default() };
@@ -128,6 +135,7 @@ fn the_registry_covers_matrices() {
                     sequence,
                     start: 0,
                     tokens: pages.len() * 128,
+                    gathered: None,
                     pages,
                     range_slot: 0,
                 });

@@ -161,6 +161,7 @@ impl ShaderArgs {
             sequence,
             start: 0,
             tokens: *tokens,
+            gathered: None,
             pages,
             range_slot: 0,
         });

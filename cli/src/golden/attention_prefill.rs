@@ -1,9 +1,9 @@
 //! Attention of runs of queries over ragged batches.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use kvpack::backend::{AttendOptions, Backend, FilledStores, NewSpan, SpanSource};
-use kvpack::cpu::{Cpu, DenseSegment, exact_attention};
-use kvpack::plan::{QueryRun, RowLayout, TokenRange, Visible};
+use kvpack::cpu::{Cpu, DenseSegment, exact_scored_attention};
+use kvpack::plan::{QueryRun, RowLayout, Scoring, TokenRange, TreeMask, Visible};
 use kvpack::wgpu::Wgpu;
 use kvpack::{AttentionShape, SegmentFormat};
 use pollster::block_on;
@@ -14,18 +14,6 @@ use super::{Computed, Outputs, doubles, named};
 
 /// Products of queries and keys that a file may ask for.
 const MOST_PRODUCTS: usize = 1 << 28;
-
-/// What a file asks of attention that plans do not have, if anything.
-pub fn beyond(file: &GoldenFile) -> Result<Option<&'static str>> {
-    Ok(match () {
-        () if file.number("window_left")? >= 0.0 => Some("a window for every query"),
-        () if file.number("logits_soft_cap")? > 0.0 => Some("soft caps"),
-        () if file.has_input("sinks") => Some("sinks without values"),
-        () if file.has_input("spans") => Some("spans that see themselves"),
-        () if file.has_input("packed_mask") => Some("masks"),
-        () => None,
-    })
-}
 
 /// `attention.prefill`: by the f64 oracle, and where the input is f16 (so that a cache holds it without loss) by
 /// a plan of runs.
@@ -57,7 +45,7 @@ struct Batch {
     /// As the keys.
     values: Vec<f32>,
     sequences: Vec<Sequence>,
-    visible: Visible,
+    scoring: Scoring,
     is_f16: bool,
 }
 
@@ -66,6 +54,64 @@ struct Sequence {
     tokens: TokenRange,
     /// Its queries; there may be none.
     queries: usize,
+    /// What these see.
+    visible: Visible,
+}
+
+impl Sequence {
+    /// Whether a query sees a token, by the definition of its kind of visibility.
+    fn sees(&self, query: usize, token: usize) -> bool {
+        let own = self.tokens.len() - self.queries + query;
+        let within = |left: usize| token <= own && own - token <= left;
+        match &self.visible {
+            Visible::All => true,
+            Visible::Causal => token <= own,
+            Visible::Window { left } => within(*left),
+            Visible::Spans { left, spans } => {
+                within(left.unwrap_or(usize::MAX))
+                    || spans.iter().any(|span| span.contains(&own) && span.contains(&token))
+            }
+            Visible::Tree(mask) => mask.sees(query, token + mask.tokens() - self.tokens.len()),
+        }
+    }
+}
+
+/// What the queries of a sequence see.
+fn visible(file: &GoldenFile, sequence: usize, queries: usize, tokens: usize) -> Result<Visible> {
+    if file.has_input("packed_mask") {
+        let starts = file.input("mask_indptr")?.indices()?;
+        let ends = (starts.get(sequence), starts.get(sequence + 1));
+        let (Some(&start), Some(&end)) = ends else { bail!("no mask of sequence {sequence}") };
+        let bits = file.input("packed_mask")?.u8()?.get(start as usize..end as usize);
+        let bits = bits.with_context(|| format!("the mask of sequence {sequence} is cut short"))?;
+        return Ok(Visible::Tree(TreeMask::from_bits(queries, tokens, bits)?));
+    }
+    let left = file.number("window_left")?;
+    let left = (left >= 0.0).then_some(left as usize);
+    if file.has_input("spans") {
+        let rows = file.input("spans")?.indices()?;
+        let of_sequence = rows.chunks_exact(3).filter(|row| row[0] as usize == sequence);
+        let spans = of_sequence.map(|row| row[1] as usize..row[2] as usize).collect();
+        return Ok(Visible::Spans { left, spans });
+    }
+    Ok(match left {
+        Some(left) => Visible::Window { left },
+        None if file.flag("causal") => Visible::Causal,
+        None => Visible::All,
+    })
+}
+
+/// How the scores of a file are made.
+fn scoring(file: &GoldenFile, shape: &AttentionShape) -> Result<Scoring> {
+    let mut scoring = Scoring::of(shape);
+    let cap = file.number("logits_soft_cap")?;
+    if cap > 0.0 {
+        scoring = scoring.with_soft_cap(cap as f32)?;
+    }
+    if file.has_input("sinks") {
+        scoring = scoring.with_sinks(&file.input("sinks")?.f32()?)?;
+    }
+    Ok(scoring)
 }
 
 impl Batch {
@@ -87,19 +133,19 @@ impl Batch {
                 && queries.is_sorted(),
             "sequences from {tokens:?} to {queries:?} do not cover {all_tokens} tokens and {query_rows} queries"
         );
-        let sequence = |(tokens, queries): (&[u32], &[u32])| {
+        let sequence = |(index, (tokens, queries)): (usize, (&[u32], &[u32]))| {
             let tokens = TokenRange::new(tokens[0] as usize, tokens[1] as usize)?;
             let queries = (queries[1] - queries[0]) as usize;
             ensure!(queries <= tokens.len(), "{queries} queries of a sequence of {} tokens", tokens.len());
-            Ok(Sequence { tokens, queries })
+            Ok(Sequence { tokens, queries, visible: visible(file, index, queries, tokens.len())? })
         };
         Ok(Self {
             shape,
             queries: file.input("q")?.f32()?,
             keys: file.input("k")?.f32()?,
             values: file.input("v")?.f32()?,
-            sequences: tokens.windows(2).zip(queries.windows(2)).map(sequence).collect::<Result<_>>()?,
-            visible: if file.flag("causal") { Visible::Causal } else { Visible::All },
+            sequences: tokens.windows(2).zip(queries.windows(2)).enumerate().map(sequence).collect::<Result<_>>()?,
+            scoring: scoring(file, &shape)?,
             is_f16: matches!(file.input("k")?.elements, Elements::F16(_)),
         })
     }
@@ -111,15 +157,13 @@ impl Batch {
         let (mut outputs, mut lse) = (Vec::new(), Vec::new());
         for sequence in &self.sequences {
             for query in 0..sequence.queries {
-                let hidden = match self.visible {
-                    Visible::All => 0,
-                    Visible::Causal => sequence.queries - 1 - query,
-                };
-                let tokens = sequence.tokens.len() - hidden;
-                let seen = |rows| self.head_major(rows, sequence.tokens.start(), tokens);
-                let (keys, values) = (seen(&self.keys), seen(&self.values));
-                let segment = DenseSegment { keys: &keys, values: &values, tokens, calibration: None };
-                let state = exact_attention(&self.shape, &[segment], queries.next().unwrap_or_default())?;
+                let seen: Vec<usize> =
+                    (0..sequence.tokens.len()).filter(|&token| sequence.sees(query, token)).collect();
+                let of_seen = |rows| self.head_major(rows, sequence.tokens.start(), &seen);
+                let (keys, values) = (of_seen(&self.keys), of_seen(&self.values));
+                let segment = DenseSegment { keys: &keys, values: &values, tokens: seen.len(), calibration: None };
+                let query = queries.next().unwrap_or_default();
+                let state = exact_scored_attention(&self.shape, &self.scoring, &[segment], query)?;
                 outputs.extend(state.outputs);
                 lse.extend(state.lse);
             }
@@ -127,11 +171,11 @@ impl Batch {
         Ok(named([("o", outputs), ("lse", lse)]))
     }
 
-    /// Rows `[kv_heads, tokens, head_dim]` of the tokens from `first` on.
-    fn head_major(&self, rows: &[f32], first: usize, tokens: usize) -> Vec<f32> {
+    /// Rows `[kv_heads, tokens, head_dim]` of these tokens of a sequence that begins at token `first`.
+    fn head_major(&self, rows: &[f32], first: usize, tokens: &[usize]) -> Vec<f32> {
         let (kv_heads, head_dim) = (self.shape.kv_heads(), self.shape.head_dim());
         let row = |head: usize, token: usize| &rows[((first + token) * kv_heads + head) * head_dim..][..head_dim];
-        (0..kv_heads).flat_map(|head| (0..tokens).flat_map(move |token| row(head, token))).copied().collect()
+        (0..kv_heads).flat_map(|head| tokens.iter().flat_map(move |&token| row(head, token))).copied().collect()
     }
 
     /// All of it as one plan over an f16 store.
@@ -145,11 +189,11 @@ impl Batch {
             let source = SpanSource { rows, tokens: sequence.tokens.into(), keys: &keys, values: &values };
             (NewSpan { store: 0, sequence: index, start: 0, tokens: sequence.tokens.len() }, source)
         };
-        let runs = asked().map(|(index, of)| QueryRun { sequence: index, queries: of.queries, visible: self.visible });
+        let runs = asked().map(|(index, of)| QueryRun::new(index, of.queries, of.visible.clone()));
         let (new, runs): (Vec<_>, Vec<_>) = (asked().map(span).collect(), runs.collect());
         let mut stores = FilledStores::new(backend, self.shape, &[SegmentFormat::F16])?;
         let spans = block_on(stores.fill(backend, &new))?;
-        let plan = stores.plan(&runs, spans.iter(), &[])?;
+        let plan = stores.plan(&runs, spans.iter(), &[])?.with_scoring(self.scoring.clone())?;
         let states = block_on(backend.attend_states(&plan, &stores.stores(), &queries, AttendOptions::default()))?;
         let download = |tensor: &B::Tensor| Ok::<_, kvpack::Error>(doubles(&block_on(backend.download(tensor))?));
         Ok(named([("o", download(&states.outputs)?), ("lse", download(&states.lse)?)]))

@@ -118,7 +118,7 @@ fn decode_sequence(file: &GoldenFile, shape: AttentionShape, tokens: usize, sequ
     let queries = file.input("q")?.f32()?;
     let query = part(&queries, sequence, shape.query_heads() * shape.head_dim())?;
     let (store, pages) = packed_store(file, shape, tokens, sequence)?;
-    let span = SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot: 0 };
+    let span = SpanView { sequence: 0, start: 0, tokens, gathered: None, pages: &pages, range_slot: 0 };
     // Only calibrated segments keep scores.
     let view = StoreView { format: *store.format(), calibration: Some(Calibration::IDENTITY), spans: vec![span] };
     // One tile to an item, so that merging has something to do.

@@ -5,7 +5,7 @@ use crate::backend::{AttendOptions, QueryPrecision};
 use crate::format::{
     AffineFormat, AttentionShape, Bits, Calibration, Grouping, RangeRule, SegmentFormat, TensorFormat,
 };
-use crate::plan::ElementType;
+use crate::plan::{ElementType, Scoring};
 
 /// Group sizes of grouped-query attention that the registry covers.
 pub(super) const GROUPS: [usize; 5] = [1, 3, 4, 7, 8];
@@ -27,6 +27,7 @@ impl AttendCase {
             centred: false,
             paging: Paging::InOrder,
             queries: Queries::Decode,
+            scoring: Scoring::of(&shape),
             // Cases choose the query precision themselves. Most are to be as exact as possible.
             options: AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() },
             seed: 0, // its place among the cases

@@ -2,7 +2,7 @@
 
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, SegmentFormat};
-use crate::plan::{ElementType, QueryRun};
+use crate::plan::{ElementType, QueryRun, Scoring};
 
 /// A case of attention: a batch of sequences, how each is stored, and how it is attended to.
 ///
@@ -35,6 +35,8 @@ pub struct AttendCase {
     pub paging: Paging,
     /// Which queries attend.
     pub queries: Queries,
+    /// How scores become logits.
+    pub scoring: Scoring,
     /// Options of the attend call, with how finely it is cut.
     pub options: AttendOptions,
     /// Seed of the data.

@@ -2,7 +2,7 @@
 
 use super::build::{GROUPS, RAGGED, affine, both, offsets, shape, slug};
 use super::case::{AttendCase, DataKind, Fill, InputLayout, Paging, RowOrder, SinkPlace, SpanCase, StoreCase};
-use super::{centred, formats, many_heads, query_precision, query_runs, small_values};
+use super::{centred, formats, many_heads, query_precision, query_runs, read_path, small_values};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 use crate::plan::{ElementType, Split};
@@ -31,6 +31,7 @@ pub fn attend_cases() -> Vec<AttendCase> {
     cases.extend(query_runs::query_runs());
     cases.extend(centred::centred());
     cases.extend(small_values::small_values());
+    cases.extend(read_path::read_path());
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }
@@ -408,6 +409,6 @@ mod tests {
     #[test]
     fn the_quick_subset_is_small_and_covers_every_width() {
         let quick: Vec<AttendCase> = attend_cases().into_iter().filter(|case| case.quick).collect();
-        assert!((15..=55).contains(&quick.len()), "{} quick cases", quick.len());
+        assert!((15..=60).contains(&quick.len()), "{} quick cases", quick.len());
     }
 }

@@ -9,6 +9,7 @@ mod formats;
 mod many_heads;
 mod query_precision;
 mod query_runs;
+mod read_path;
 mod reference;
 mod run;
 mod small_values;

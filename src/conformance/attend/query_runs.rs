@@ -121,6 +121,7 @@ pub fn state_cases() -> Vec<AttendCase> {
     several.paging = Paging::Scattered { shard_pages: 3 };
     cases.push(several);
     cases.push(super::centred::several("states"));
+    cases.extend(super::read_path::read_path_states());
     for (index, case) in cases.iter_mut().enumerate() {
         case.seed = 1000 + index as u64;
     }
@@ -150,5 +151,5 @@ fn kivi() -> SegmentFormat {
 
 /// Queries that see all of their sequence.
 const fn all(sequence: usize, queries: usize) -> QueryRun {
-    QueryRun { sequence, queries, visible: Visible::All }
+    QueryRun::new(sequence, queries, Visible::All)
 }

@@ -4,7 +4,7 @@ use super::accuracy::{Expected, rounding_failure};
 use super::case::AttendCase;
 use super::reference;
 use super::stored::{Stored, StoredSpan};
-use crate::backend::{AttendOptions, AttentionStates};
+use crate::backend::{AttendOptions, AttentionStates, RowCentres};
 use crate::conformance::data::{self, SequenceData};
 use crate::conformance::report::{Accuracy, Failure, Limits, Mismatch, Report};
 use crate::cpu::{Cpu, CpuTensor};
@@ -71,12 +71,15 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
                 .runs()
                 .iter()
                 .flat_map(|planned| std::iter::repeat_n(planned.run.sequence as u32, planned.run.queries));
-            backend.uncentre_lse(stores[0], queries, &slots.collect::<Vec<_>>(), states).await
+            let centres = RowCentres { slots: &slots.collect::<Vec<_>>(), scale: plan.scoring().scale() };
+            backend.uncentre_lse(stores[0], queries, centres, states).await
         }
     };
     let whole = of(plan).await?;
-    let first = of(stored.plan_over(case, |store| store == 0)?).await?;
-    let others = of(stored.plan_over(case, |store| store > 0)?).await?;
+    // Sinks count once, in one of the parts.
+    let first = of(stored.plan_over(case, &case.scoring, |store| store == 0)?).await?;
+    let without_sinks = case.scoring.clone().without_sinks();
+    let others = of(stored.plan_over(case, &without_sinks, |store| store > 0)?).await?;
     let merged = backend.merge(&case.shape, &first, &others).await?;
 
     let (error, mut failures) = judge_states(backend, case, &expected, "output", &whole, &limits).await?;

@@ -5,7 +5,7 @@ use crate::backend::{FilledSpan, FilledStores, NewSpan, SpanSource};
 use crate::conformance::data::{CENTRE_TOKENS, SequenceData};
 use crate::conformance::guards::{self, Guards};
 use crate::conformance::report::Failure;
-use crate::plan::{AttendPlan, TokenRange};
+use crate::plan::{AttendPlan, QueryRun, Scoring, TokenRange};
 use crate::{Backend, Result};
 
 /// The stores of a case, filled: one for each of its segments.
@@ -73,14 +73,22 @@ impl<B: Backend> Stored<B> {
 
     /// The plan of one step over everything stored.
     pub(super) fn plan(&self, case: &AttendCase) -> Result<AttendPlan> {
-        self.plan_over(case, |_| true)
+        self.plan_over(case, &case.scoring, |_| true)
     }
 
-    /// The plan of one step over some of the stores.
-    pub(super) fn plan_over(&self, case: &AttendCase, is_wanted: impl Fn(usize) -> bool) -> Result<AttendPlan> {
+    /// The plan of one step over some of the stores, with a scoring for these.
+    pub(super) fn plan_over(
+        &self,
+        case: &AttendCase,
+        scoring: &Scoring,
+        is_wanted: impl Fn(usize) -> bool,
+    ) -> Result<AttendPlan> {
         let calibrations: Vec<_> = case.segments.iter().map(|segment: &StoreCase| segment.calibration).collect();
         let spans = self.spans.iter().filter(|span| is_wanted(span.span.store));
-        self.stores.plan(&case.runs(), spans, &calibrations)
+        // Queries stand behind all tokens of their sequence, also where some stores are left out.
+        let ends_at = |run: QueryRun| QueryRun { end: run.end.or(Some(case.tokens(run.sequence))), ..run };
+        let runs: Vec<QueryRun> = case.runs().into_iter().map(ends_at).collect();
+        self.stores.plan(&runs, spans, &calibrations)?.with_scoring(scoring.clone())
     }
 
     /// The stores.

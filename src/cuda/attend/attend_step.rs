@@ -88,6 +88,7 @@ impl AttendStep {
     }
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
+        plan.check_plain("CUDA")?;
         let shape = *plan.shape();
         let blocks = query_blocks(facts, plan);
         let mut segments = Vec::new();
@@ -312,6 +313,7 @@ mod tests {
                 sequence,
                 start: 0,
                 tokens,
+                gathered: None,
                 pages: &pages[..tokens.div_ceil(TILE_TOKENS)],
                 range_slot: sequence,
             };
@@ -341,7 +343,14 @@ mod tests {
         let formats = [SegmentFormat::saw_int4(), SegmentFormat::F16];
         for (stores, facts, begins) in [(1, H200, true), (2, H200, false), (1, a100, false)] {
             let store = |(place, &format): (usize, &SegmentFormat)| {
-                let span = SpanView { sequence: 0, start: 128 * place, tokens: 128, pages: &pages, range_slot: 0 };
+                let span = SpanView {
+                    sequence: 0,
+                    start: 128 * place,
+                    tokens: 128,
+                    gathered: None,
+                    pages: &pages,
+                    range_slot: 0,
+                };
                 StoreView { format, calibration: None, spans: vec![span] }
             };
             let views: Vec<StoreView<'_>> = formats[..stores].iter().enumerate().map(store).collect();
@@ -362,6 +371,7 @@ mod tests {
                 sequence,
                 start: 0,
                 tokens: tiles * TILE_TOKENS,
+                gathered: None,
                 pages: &pages[..tiles],
                 range_slot: sequence,
             });
@@ -381,6 +391,7 @@ mod tests {
             sequence,
             start: 0,
             tokens,
+            gathered: None,
             pages: &pages[first..first + tokens.div_ceil(TILE_TOKENS)],
             range_slot: sequence,
         };
@@ -412,7 +423,8 @@ mod tests {
         let variant = |format, spans: usize, tokens: usize| {
             let pages: Vec<Page> =
                 (0..tokens.div_ceil(TILE_TOKENS) as u32).map(|index| Page { shard: 0, index }).collect();
-            let span = |range_slot| SpanView { sequence: 0, start: 0, tokens, pages: &pages, range_slot };
+            let span =
+                |range_slot| SpanView { sequence: 0, start: 0, tokens, gathered: None, pages: &pages, range_slot };
             let store = StoreView { format, calibration: None, spans: (0..spans).map(span).collect() };
             let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
             attend_variant(&AttendStep::for_device(&H200, &plan).unwrap())
@@ -432,6 +444,7 @@ mod tests {
             sequence,
             start: 0,
             tokens,
+            gathered: None,
             pages: &pages[range],
             range_slot: 0,
         };

@@ -123,9 +123,10 @@ impl SegmentParts {
     /// Tokens of a span, from token `first` on, that the first query of a part sees.
     pub(super) fn seen(&self, span: &PlannedSpan, part: &Part, first: usize) -> i32 {
         let run = &self.runs[span.run];
-        let seen = match run.run.visible {
-            Visible::All => span.tokens as i64,
-            Visible::Causal => run.visible(part.first) as i64 - span.start as i64,
+        // Queries of a causal run see a token more each, also before the first of the span.
+        let seen = match (&run.run.visible, span.gathered) {
+            (Visible::Causal, None) => i64::from(run.limits(part.first).to) - span.start as i64,
+            _ => run.seen(part.first, span).to as i64,
         };
         (seen - first as i64).clamp(i32::MIN.into(), i32::MAX.into()) as i32
     }
@@ -133,11 +134,9 @@ impl SegmentParts {
 
 /// All of a span that the last query of a block sees.
 fn whole_part(index: usize, block: &Block, run: &PlannedRun, span: &PlannedSpan) -> Option<Part> {
-    let seen = match run.run.visible {
-        Visible::All => span.tokens,
-        Visible::Causal => run.visible(block.first + block.queries - 1).saturating_sub(span.start).min(span.tokens),
-    };
-    (seen > 0).then_some(Part { block: index, first: block.first, queries: block.queries, tokens: 0..seen })
+    let seen = run.seen(block.first + block.queries - 1, span).to;
+    let (first, queries) = (block.first, block.queries);
+    (seen > 0).then_some(Part { block: index, first, queries, tokens: 0..seen, masked: false })
 }
 
 #[cfg(test)]
@@ -171,7 +170,7 @@ mod tests {
             let spans: Vec<SpanView<'_>> = lengths.iter().map(|&(sequence, tokens)| {
                 starts[sequence] += tokens;
                 let pages = &pages[..tokens.div_ceil(TILE_TOKENS)];
-                SpanView { sequence, start: starts[sequence] - tokens, tokens, pages, range_slot: 0 }
+                SpanView { sequence, start: starts[sequence] - tokens, tokens, gathered: None, pages, range_slot: 0 }
             }).collect();
             prop_assume!(starts.iter().all(|&tokens| tokens > 0));
             let packed = match sketch {
@@ -183,7 +182,7 @@ mod tests {
             let stores = [store(SegmentFormat::F16, of(0)), store(packed, of(1))];
             let runs: Vec<QueryRun> = wanted.iter().enumerate().map(|(sequence, &(queries, all))| {
                 let visible = if all { Visible::All } else { Visible::Causal };
-                QueryRun { sequence, queries: queries.min(starts[sequence]), visible }
+                QueryRun::new(sequence, queries.min(starts[sequence]), visible)
             }).collect();
             let plan = AttendPlan::new(shape, &runs, &stores).unwrap();
             let step = AttendStep::for_device(&H200, &plan).unwrap();
@@ -216,7 +215,7 @@ mod tests {
             prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
             for run in plan.runs() {
                 for query in 0..run.run.queries {
-                    prop_assert_eq!(seen[run.first_row + query], run.visible(query));
+                    prop_assert_eq!(seen[run.first_row + query], run.limits(query).to as usize);
                     let own = states.values().filter(|&&row| row == run.first_row + query).count();
                     let by_launch = many && are_many(&shape, run.run.queries) && own > 1;
                     // Blocks of at most two queries leave a single query of an odd run to `attend`.

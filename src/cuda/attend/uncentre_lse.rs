@@ -2,6 +2,7 @@
 
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
+use crate::backend::RowCentres;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::memory::Memory;
@@ -38,15 +39,16 @@ pub(in crate::cuda) fn program() -> Program {
     Program { files: &["uncentre_lse.cu"], defines: Vec::new() }
 }
 
-/// Adds `q·m / √head_dim` to log-sum-exps `[rows, query_heads]`; row `i` has its centre in slot `slots[i]`
-/// of the store's.
+/// Adds `scale · q·m` to log-sum-exps `[rows, query_heads]`; row `i` has its centre in slot `centres.slots[i]` of
+/// the store.
 pub(in crate::cuda) fn uncentre_lse(
     backend: &Cuda,
     store: &Store,
     queries: &Tensor,
-    slots: &[u32],
+    centres: RowCentres<'_>,
     lse: &Tensor,
 ) -> Result<()> {
+    let RowCentres { slots, scale } = centres;
     let shape = store.shape();
     let (heads, head_dim) = (shape.query_heads(), shape.head_dim());
     if slots.is_empty() {
@@ -82,7 +84,7 @@ pub(in crate::cuda) fn uncentre_lse(
         kv_heads: shape.kv_heads() as u32,
         head_dim: head_dim as u32,
         total: lse.elements() as u32,
-        scale: (1.0 / (head_dim as f64).sqrt()) as f32,
+        scale,
     };
     let function = backend.kernels().function(&program(), "uncentre_lse")?;
     let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (BLOCK, 1, 1), shared_mem_bytes: 0 };

@@ -2,7 +2,7 @@
 
 use super::attend::Fused;
 use super::recipe::{AttendRecipe, Scores, Sums};
-use super::specialisation::Specialisation;
+use super::specialisation::{ItemScoring, Specialisation};
 use crate::backend::{Arithmetic, AttendArithmetic, QueryBytes};
 use crate::format::{AttentionShape, SegmentFormat};
 use crate::plan::ElementType;
@@ -15,7 +15,15 @@ pub(in crate::wgpu) fn arithmetic(
     query: QueryBytes,
     capabilities: &Capabilities,
 ) -> AttendArithmetic {
-    let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
+    let special = Specialisation {
+        shape,
+        format,
+        query,
+        capabilities,
+        may_use_matrices: true,
+        scoring: ItemScoring::plain(shape),
+        queries: 1,
+    };
     let queries = special.prepares_own_query().then_some(ElementType::F32);
     match special.attend(Fused { queries, output: None }) {
         AttendRecipe::Matrix { .. } | AttendRecipe::Run { .. } => {

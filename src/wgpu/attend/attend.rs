@@ -1,7 +1,8 @@
 //! Kernel `attend`, and its halves `scores` and `weighted_values`: the parts for each format.
 
 use super::recipe::{
-    AttendRecipe, Field, FloatQuery, GroupedKeyRanges, IntegerQuery, KeyRanges, KeyRows, Merge, Scores, SignedBytes,
+    AttendRecipe, Field, FloatQuery, GroupedKeyRanges, IntegerQuery, KeyRanges, KeyRows, Logits, Merge, Scores,
+    SignedBytes,
 };
 use super::specialisation::Specialisation;
 use crate::format::codebook::level_unit;
@@ -41,10 +42,17 @@ impl Specialisation<'_> {
         AttendRecipe::Attend {
             work: self.work(heads),
             scores: self.key_scores(KeyGroups::Integers, fused.queries),
+            logits: self.logits(),
             values: self.values(heads.heads),
             softmax: self.softmax(),
             merge: merge(fused.output),
         }
+    }
+
+    /// What becomes of scores before the softmax.
+    fn logits(&self) -> Logits {
+        let soft_cap = self.scoring.soft_cap.map(|cap| cap * std::f32::consts::LOG2_E);
+        Logits { soft_cap, masked: self.scoring.masked }
     }
 
     /// The unfused scores of packed keys.
@@ -153,7 +161,7 @@ mod tests {
     use super::super::AttendStep;
     use super::super::prepare_query::Extremes;
     use super::super::recipe::{ByteWeights, Exchange, FloatWeights, QueryMemory, Sums, ValueRanges};
-    use super::super::specialisation::MAX_TILES;
+    use super::super::specialisation::{ItemScoring, MAX_TILES};
     use super::*;
     use crate::backend::QueryBytes;
     use crate::format::{AffineFormat, AttentionShape, HEAD_DIMS, Rotation, SegmentFormat};
@@ -237,7 +245,13 @@ mod tests {
                 let capabilities = capabilities(i % 3 == 0, i % 2 == 0, 16 << 10);
                 let (shape, format, capabilities) = (&shape, &format, &capabilities);
                 let query = [QueryBytes::Two, QueryBytes::One][i / 2 % 2];
-                let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
+                let scoring = ItemScoring {
+                    soft_cap: (i % 2 == 1).then_some(30.0),
+                    masked: i % 3 == 1,
+                    ..ItemScoring::plain(shape)
+                };
+                let special =
+                    Specialisation { shape, format, query, capabilities, may_use_matrices: true, scoring, queries: 1 };
                 let special = Specialisation { queries: special.most_queries().min(i % 3 + 1), ..special };
                 let variant = special.attend(FUSED[i % 2 * usize::from(special.prepares_own_query())]).variant();
                 let module = validate(&variant);
@@ -254,8 +268,14 @@ mod tests {
         let shape = AttentionShape::new(1, 1, 64).unwrap();
         let pages = vec![Page { shard: 0, index: 0 }; 2 * MAX_TILES];
         for (max_tiles, refused) in [(MAX_TILES, false), (2 * MAX_TILES, true)] {
-            let spans =
-                vec![SpanView { sequence: 0, start: 0, tokens: pages.len() * 128, pages: &pages, range_slot: 0 }];
+            let spans = vec![SpanView {
+                sequence: 0,
+                start: 0,
+                tokens: pages.len() * 128,
+                gathered: None,
+                pages: &pages,
+                range_slot: 0,
+            }];
             let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
             let split = Split { target_items: 1, tile_step: 1, max_tiles };
             let plan = AttendPlan::new(shape, &[QueryRun::decode(0)], &[store]).unwrap();
@@ -281,6 +301,7 @@ mod tests {
                     query,
                     capabilities: &capabilities,
                     may_use_matrices: true,
+                    scoring: ItemScoring::plain(&shape),
                     queries: 1,
                 };
                 for fused in &FUSED[..=usize::from(special.prepares_own_query())] {
@@ -298,7 +319,15 @@ mod tests {
     fn chosen(format: SegmentFormat, query: QueryBytes, capabilities: Capabilities) -> AttendRecipe {
         let shape = AttentionShape::new(8, 2, 128).unwrap();
         let (shape, format, capabilities) = (&shape, &format, &capabilities);
-        let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
+        let special = Specialisation {
+            shape,
+            format,
+            query,
+            capabilities,
+            may_use_matrices: true,
+            scoring: ItemScoring::plain(shape),
+            queries: 1,
+        };
         special.attend(FUSED[usize::from(special.prepares_own_query())])
     }
 
@@ -364,7 +393,15 @@ mod tests {
             let shape = AttentionShape::new(group, 1, 128).unwrap();
             let (shape, format, capabilities) = (&shape, &format, &capabilities);
             let query = QueryBytes::One;
-            let special = Specialisation { shape, format, query, capabilities, may_use_matrices: true, queries: 1 };
+            let special = Specialisation {
+                shape,
+                format,
+                query,
+                capabilities,
+                may_use_matrices: true,
+                scoring: ItemScoring::plain(shape),
+                queries: 1,
+            };
             let AttendRecipe::Attend { scores: Scores::Groups { ranges, .. }, .. } = special.attend(FUSED[1]) else {
                 panic!("{format}")
             };

@@ -5,10 +5,10 @@ use super::attend_buffers::{Buffers, PlannedLaunch, Slot};
 use super::merge_states::{LseOutput, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, ScratchSection};
-use super::specialisation::Specialisation;
+use super::specialisation::{ItemScoring, Specialisation};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, StorePart, StoreWork, Work};
+use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, PlannedRun, StorePart, StoreWork, Work};
 use crate::wgpu::device::capabilities::MERGING_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
@@ -26,12 +26,15 @@ pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, opti
             query: options.query.bytes(segment.format()),
             capabilities,
             may_use_matrices: false,
+            scoring: ItemScoring::new(plan.scoring(), plan.shape(), false),
             queries: 1,
         })
         .collect();
+    // The kernel of many queries has no limits of its own rows: it takes what all of them see.
+    let by_prefix = plan.runs().iter().all(PlannedRun::sees_prefixes);
     let of_run = |(segment, special): (&StorePart, &Specialisation<'_>)| match segment.calibration() {
-        None => special.run_block_queries(),
-        Some(_) => None,
+        None if by_prefix => special.run_block_queries(),
+        _ => None,
     };
     let wide: Option<Vec<[usize; 2]>> = plan.segments().iter().zip(&specials).map(of_run).collect();
     let wide = wide.and_then(|of| of.into_iter().reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])]));
@@ -82,13 +85,16 @@ pub(super) struct Builder<'a> {
 impl Builder<'_> {
     /// All launches, in order.
     pub fn launches(&mut self) -> Vec<PlannedLaunch> {
-        let bytes = self.layout.room.bytes(self.work.states() as u64 * state_row_bytes(self.work.shape()));
+        // A binding is never empty, even where no query sees a token.
+        let rows = self.work.states().max(1) as u64;
+        let bytes = self.layout.room.bytes(rows * state_row_bytes(self.work.shape()));
         let states = ScratchSection { offset: 0, bytes };
         self.layout.scratch.states = states.bytes;
         let sections: Vec<SegmentSections> =
             self.work.segments().iter().map(|segment| self.sections(segment)).collect();
         let state_rows = self.layout.table(self.work.rows());
 
+        let sinks = self.sinks();
         let merging = self.merging(states);
         let segments = || self.work.segments().iter().zip(&sections);
         let mut launches: Vec<PlannedLaunch> = segments()
@@ -106,8 +112,9 @@ impl Builder<'_> {
         if self.lse == LseOutput::F32 {
             buffers.push(("lse_rows", Slot::Lse));
         }
+        buffers.extend(sinks.map(|sinks| ("sinks", Slot::Tables(sinks))));
         launches.push(PlannedLaunch {
-            variant: merge_states(self.work.shape(), self.options.output, self.lse),
+            variant: merge_states(self.work.shape(), self.options.output, self.lse, sinks.is_some()),
             workgroups: [self.work.rows().len() as u32, self.work.shape().query_heads() as u32],
             buffers,
         });
@@ -115,11 +122,13 @@ impl Builder<'_> {
     }
 
     /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
-    /// It writes no log-sum-exp, and finds only what items of one query wrote.
+    /// It writes no log-sum-exp, knows no sinks, and finds only what items of one query wrote.
     fn merging(&mut self, states: ScratchSection) -> StateMerging {
         let fused = self.capabilities.coherent
             && self.capabilities.limits.storage_buffers >= MERGING_STORAGE_BUFFERS
             && self.lse == LseOutput::None
+            && self.work.scoring().sinks().is_none()
+            && self.work.rows().iter().all(|rows| rows.end > rows.first)
             && self.work.block_queries() == 1
             && self.work.most_states() <= MOST_MERGED_STATES;
         let counters = self.work.rows().len() * self.work.shape().query_heads();
@@ -131,14 +140,21 @@ impl Builder<'_> {
 
     /// Whether every workgroup of `attend` prepares the query of a segment itself.
     fn own_query(&self, segment: &StoreWork) -> bool {
-        segment.calibration().is_none() && self.specialisation(segment, 1).prepares_own_query()
+        segment.calibration().is_none() && self.single(segment).prepares_own_query()
+    }
+
+    /// The logits of the sinks, where the layer has them.
+    fn sinks(&mut self) -> Option<ScratchSection> {
+        // −∞ is no number that shaders may count on.
+        let logits: Vec<f32> = self.work.scoring().sinks()?.iter().map(|logit| logit.max(f32::MIN)).collect();
+        Some(self.layout.table(&logits))
     }
 
     fn sections(&mut self, segment: &StoreWork) -> SegmentSections {
         let rows = (segment.queries().len() * self.work.shape().query_heads()) as u64;
         let row_bytes = match self.own_query(segment) {
             true => 0,
-            false => self.specialisation(segment, 1).query_row_words() as u64 * 4,
+            false => self.single(segment).query_row_words() as u64 * 4,
         };
         let dispatches = segment.dispatches().iter();
         let items = dispatches.map(|dispatch| self.layout.table(segment.items_of(dispatch))).collect();
@@ -149,7 +165,7 @@ impl Builder<'_> {
         });
         let run = segment.dispatches().iter().any(|dispatch| self.takes_run(segment, dispatch));
         let run_queries = run.then(|| {
-            let bytes = self.specialisation(segment, 1).run_query_bytes(segment.queries().len());
+            let bytes = self.single(segment).run_query_bytes(segment.queries().len());
             (self.layout.queries(bytes[0]), self.layout.queries(bytes[1]))
         });
         SegmentSections {
@@ -162,8 +178,13 @@ impl Builder<'_> {
         }
     }
 
+    /// The kernels of a segment for items of one query that are not masked.
+    fn single<'s>(&'s self, segment: &'s StoreWork) -> Specialisation<'s> {
+        self.specialisation(segment, 1, false)
+    }
+
     /// The kernels of a segment for items of up to `queries` queries.
-    fn specialisation<'s>(&'s self, segment: &'s StoreWork, queries: usize) -> Specialisation<'s> {
+    fn specialisation<'s>(&'s self, segment: &'s StoreWork, queries: usize, masked: bool) -> Specialisation<'s> {
         Specialisation {
             shape: self.work.shape(),
             format: segment.format(),
@@ -172,13 +193,14 @@ impl Builder<'_> {
             may_use_matrices: segment.calibration().is_none()
                 && self.work.block_queries() == 1
                 && self.work.most_states() > MOST_MERGED_STATES,
+            scoring: ItemScoring::new(self.work.scoring(), self.work.shape(), masked),
             queries,
         }
     }
 
     /// Whether the items of a dispatch are those of `attend_run`.
     fn takes_run(&self, segment: &StoreWork, dispatch: &Dispatch) -> bool {
-        self.specialisation(segment, dispatch.most_queries).run_rows().is_some()
+        self.specialisation(segment, dispatch.most_queries, dispatch.masked).run_rows().is_some()
     }
 
     fn prepare_run_query(&self, segment: &StoreWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
@@ -193,7 +215,7 @@ impl Builder<'_> {
             buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store(), which: KeyOrValue::Key }));
         }
         Some(PlannedLaunch {
-            variant: self.specialisation(segment, 1).prepare_run_query(self.input),
+            variant: self.single(segment).prepare_run_query(self.input),
             workgroups: [segment.queries().len() as u32, self.work.shape().query_heads() as u32],
             buffers,
         })
@@ -213,7 +235,7 @@ impl Builder<'_> {
         if let Some((_, extremes)) = sections.scores {
             buffers.push(("extremes", Slot::Scores(extremes)));
         }
-        let special = self.specialisation(segment, 1);
+        let special = self.single(segment);
         PlannedLaunch {
             variant: special.prepare_query(self.input, extremes),
             workgroups: [
@@ -280,7 +302,7 @@ impl Builder<'_> {
         let dispatches = segment.dispatches().iter().zip(&sections.items);
         dispatches
             .map(|(dispatch, &items)| {
-                let special = self.specialisation(segment, dispatch.most_queries);
+                let special = self.specialisation(segment, dispatch.most_queries, dispatch.masked);
                 let rows = (self.work.shape().kv_heads() * special.head_split().chunks) as u32;
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
                 let (variant, buffers) = launch(dispatch, special, work);

@@ -17,6 +17,7 @@ impl Specialisation<'_> {
     /// see lab/wgpu.md.
     pub fn uses_matrices(&self) -> bool {
         self.may_use_matrices
+            && self.scoring.is_plain()
             && self.capabilities.matrices
             && *self.format == SegmentFormat::F16
             && (self.shape.group(), self.shape.head_dim()) == (HEADS, HEAD_DIM)
@@ -62,6 +63,7 @@ impl Specialisation<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::specialisation::ItemScoring;
     use super::*;
     use crate::format::{AttentionShape, Bits};
     use crate::wgpu::device::{Capabilities, KernelLimits, SubgroupSizes, Timestamps};
@@ -91,6 +93,7 @@ mod tests {
                 query,
                 capabilities: &capabilities,
                 may_use_matrices: true,
+                scoring: ItemScoring::plain(&shape),
                 queries: 1,
             };
             for input in ElementType::ALL {
@@ -122,6 +125,7 @@ mod tests {
                 query,
                 capabilities,
                 may_use_matrices: true,
+                scoring: ItemScoring::plain(&shape),
                 queries: 1,
             };
             special.uses_matrices()

@@ -33,6 +33,7 @@ impl Specialisation<'_> {
         let codes = [run_codes(&self.format.key)?, run_codes(&self.format.value)?];
         let arrivals = RunArrivals::of(codes);
         let fits = self.capabilities.matrices
+            && self.scoring.is_plain()
             && head_dim.is_multiple_of(SUBGROUP)
             && head_dim <= MOST_CHANNELS
             && self.shape.group() <= RUN_ROWS / 2
@@ -146,6 +147,7 @@ impl RunArrivals {
 
 #[cfg(test)]
 mod tests {
+    use super::super::specialisation::ItemScoring;
     use super::*;
     use crate::backend::QueryBytes;
     use crate::format::{AttentionShape, SegmentFormat};
@@ -192,6 +194,7 @@ mod tests {
                     query: QueryBytes::Two,
                     capabilities: &capabilities,
                     may_use_matrices: true,
+                    scoring: ItemScoring::plain(&shape),
                     queries,
                 };
                 let rows = special.run_rows().unwrap();

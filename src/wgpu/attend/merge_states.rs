@@ -14,12 +14,13 @@ pub(super) enum LseOutput {
     F32,
 }
 
-/// The kernel that writes outputs of `output` elements.
-pub(super) fn merge_states(shape: &AttentionShape, output: ElementType, lse: LseOutput) -> Variant {
+/// The kernel that writes outputs of `output` elements, and joins the sinks of a layer that has them.
+pub(super) fn merge_states(shape: &AttentionShape, output: ElementType, lse: LseOutput, has_sinks: bool) -> Variant {
     let variant = Variant::new("merge_states")
         .constant("HEAD_DIM", shape.head_dim())
         .constant("QUERY_HEADS", shape.query_heads())
         .import("output", output_file(output));
+    let variant = if has_sinks { variant.import("sinks", "attend/sinks/logits.wgsl") } else { variant };
     match lse {
         LseOutput::None => variant,
         LseOutput::F32 => variant.import("lse", "attend/lse/f32.wgsl"),

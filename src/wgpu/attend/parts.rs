@@ -2,8 +2,8 @@
 
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
-    Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges, Values,
-    Work,
+    Logits, Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges,
+    Values, Work,
 };
 use crate::format::{Bits, Direction};
 use crate::plan::ElementType;
@@ -14,8 +14,8 @@ impl AttendRecipe {
     /// The kernel.
     pub fn variant(&self) -> Variant {
         match self {
-            Self::Attend { work, scores, values, softmax, merge } => {
-                let variant = scores.put(work.put(Variant::new("attend")));
+            Self::Attend { work, scores, logits, values, softmax, merge } => {
+                let variant = logits.put(scores.put(work.put(Variant::new("attend"))));
                 let variant = put_merge(put_softmax(values.put(variant, work.head_dim), *softmax), *merge);
                 let variant = put_numbering(variant, scores.exchange(), values.exchange());
                 // Queries and output may be parts of one buffer of the engine, for example if it allocates from large
@@ -58,6 +58,20 @@ impl Work {
             .constant("HEADS", self.heads.heads)
             .constant("CHUNKS", self.heads.chunks)
             .constant("MAX_TILES", super::specialisation::MAX_TILES)
+    }
+}
+
+impl Logits {
+    fn put(self, variant: Variant) -> Variant {
+        let Self { soft_cap, masked } = self;
+        if soft_cap.is_none() && !masked {
+            return variant;
+        }
+        variant
+            .import("logits", "attend/logits/bent.wgsl")
+            .constant("CAPPED", soft_cap.is_some().into())
+            .constant("MASKED", masked.into())
+            .float("SOFT_CAP", soft_cap.unwrap_or(1.0))
     }
 }
 

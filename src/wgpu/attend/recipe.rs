@@ -10,7 +10,7 @@ use crate::plan::ElementType;
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum AttendRecipe {
     /// `attend`: scores, softmax and weighted values.
-    Attend { work: Work, scores: Scores, values: Values, softmax: Exchange, merge: Merge },
+    Attend { work: Work, scores: Scores, logits: Logits, values: Values, softmax: Exchange, merge: Merge },
     /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts`
     /// summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
@@ -32,6 +32,15 @@ pub(crate) struct Work {
     /// Maximum number of queries in an item.
     pub queries: usize,
     pub heads: HeadSplit,
+}
+
+/// Slot `logits`: what becomes of scores before the softmax.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Logits {
+    /// The soft cap, in units of log2.
+    pub soft_cap: Option<f32>,
+    /// Whether the items are masked.
+    pub masked: bool,
 }
 
 /// How the query heads of a KV head are spread over workgroups.

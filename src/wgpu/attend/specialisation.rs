@@ -4,7 +4,7 @@ use super::code_bytes::CodeBytes;
 use super::recipe::{ChannelSplit, Exchange, GivenQuery, HeadSplit, QueryFields, Work};
 use crate::backend::QueryBytes;
 use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat, TileLayout};
-use crate::plan::ElementType;
+use crate::plan::{ElementType, Scoring};
 use crate::wgpu::device::Capabilities;
 
 /// The inputs that choose the attend variant of one segment.
@@ -17,9 +17,38 @@ pub(super) struct Specialisation<'a> {
     /// Whether `attend_matrix` may take the segment: not where it is calibrated, and not where the kernel could
     /// merge its states, which one with matrices cannot. `attend_run`, which blocks of queries take, does not ask.
     pub may_use_matrices: bool,
+    /// How scores become logits.
+    pub scoring: ItemScoring,
     /// Most queries of an item. More than one share a workgroup with all their heads: see
     /// [`Specialisation::most_queries`].
     pub queries: usize,
+}
+
+/// How the scores of a dispatch's items become logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct ItemScoring {
+    /// What queries are multiplied with for scores in units of log2.
+    pub scale: f32,
+    /// Largest magnitude of a score, in natural units.
+    pub soft_cap: Option<f32>,
+    /// Whether tokens of the items are hidden from their queries.
+    pub masked: bool,
+}
+
+impl ItemScoring {
+    pub fn new(scoring: &Scoring, shape: &AttentionShape, masked: bool) -> Self {
+        Self { scale: scoring.log2_scale(shape), soft_cap: scoring.soft_cap(), masked }
+    }
+
+    /// That of a shape that says nothing else.
+    pub fn plain(shape: &AttentionShape) -> Self {
+        Self::new(&Scoring::of(shape), shape, false)
+    }
+
+    /// True where the kernels that neither bend nor hide scores serve.
+    pub fn is_plain(&self) -> bool {
+        self.soft_cap.is_none() && !self.masked
+    }
 }
 
 /// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
@@ -204,9 +233,9 @@ impl Specialisation<'_> {
         }
     }
 
-    /// Queries of this type and what they are multiplied with: log2(e) / √D.
+    /// Queries of this type and what they are multiplied with.
     pub(super) fn given_query(&self, input: ElementType) -> GivenQuery {
-        GivenQuery { input, scale: std::f32::consts::LOG2_E / (self.shape.head_dim() as f32).sqrt() }
+        GivenQuery { input, scale: self.scoring.scale }
     }
 }
 

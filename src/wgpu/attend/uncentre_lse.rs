@@ -1,18 +1,20 @@
 //! Kernel `uncentre_lse`: log-sum-exps over centred keys become those over the keys.
 
 use super::parts::input_file;
+use crate::backend::RowCentres;
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::ElementType;
 use crate::wgpu::device::launch::flat_grid;
 use crate::wgpu::device::{Kernels, Launch, Store, Tensor, Variant, buffers};
 use crate::{Error, Result};
 
-/// Adds `q·m / √head_dim` to log-sum-exps: decided, but for the tensors. One dispatch.
+/// Adds `scale · q·m` to log-sum-exps: decided, but for the tensors. One dispatch.
 #[derive(Clone, Debug)]
 pub struct UncentreLsePlan {
     shape: AttentionShape,
     /// The slot of the centre of every query.
     slots: Vec<u32>,
+    scale: f32,
 }
 
 /// The head of the arguments; the slots follow it. The layout is that of `attend/uncentre_lse.wgsl`.
@@ -29,11 +31,12 @@ impl UncentreLsePlan {
     ///
     /// # Errors
     /// [`Error::NoTokens`] when there are none.
-    pub fn new(shape: &AttentionShape, slots: &[u32]) -> Result<Self> {
+    pub fn new(shape: &AttentionShape, centres: RowCentres<'_>) -> Result<Self> {
+        let RowCentres { slots, scale } = centres;
         if slots.is_empty() {
             return Err(Error::NoTokens { what: "uncentring", hint: "pass at least one query" });
         }
-        Ok(Self { shape: *shape, slots: slots.to_vec() })
+        Ok(Self { shape: *shape, slots: slots.to_vec(), scale })
     }
 
     /// The kernel variant for queries of this type, for [`Kernels::prepare`].
@@ -64,9 +67,8 @@ impl UncentreLsePlan {
             let reason = format!("is {:?}, log-sum-exps are f32", lse.element_type());
             return Err(Error::Buffer { what: "log-sum-exps", reason });
         }
-        let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
         let (query_heads, kv_heads) = (heads as u32, self.shape.kv_heads() as u32);
-        let mut bytes = bytemuck::bytes_of(&Call { query_heads, kv_heads, scale }).to_vec();
+        let mut bytes = bytemuck::bytes_of(&Call { query_heads, kv_heads, scale: self.scale }).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&self.slots));
         let call = buffers::create_filled(kernels.device(), "arguments", &bytes, wgpu::BufferUsages::STORAGE)?;
         let buffers = [

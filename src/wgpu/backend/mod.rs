@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
-    QueryPrecision, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, WriteInput,
+    QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -428,10 +428,10 @@ impl Attention for Wgpu {
         &self,
         store: &Store,
         queries: &Tensor,
-        slots: &[u32],
+        centres: RowCentres<'_>,
         states: AttentionStates<Tensor>,
     ) -> Result<AttentionStates<Tensor>> {
-        let launch = UncentreLsePlan::new(store.shape(), slots)?.bind(&self.kernels, store, queries, &states.lse)?;
+        let launch = UncentreLsePlan::new(store.shape(), centres)?.bind(&self.kernels, store, queries, &states.lse)?;
         self.run("kvpack uncentre_lse", &[launch].into_iter().collect())?;
         guard::settled(self.device()).await?;
         Ok(states)

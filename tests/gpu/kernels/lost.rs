@@ -33,7 +33,7 @@ fn every_call_on_a_lost_device_says_so() {
     let bytes = packed.bytes();
 
     let pages = [page];
-    let spans = vec![SpanView { sequence: 0, start: 0, tokens: 4, pages: &pages, range_slot: 0 }];
+    let spans = vec![SpanView { sequence: 0, start: 0, tokens: 4, gathered: None, pages: &pages, range_slot: 0 }];
     let view = StoreView { format: *packed.format(), calibration: None, spans };
     let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[view]).unwrap();
     let query = tensor.slice(0, 64).unwrap();

@@ -81,7 +81,7 @@ struct WorkItem {
     states: u32,
     queries: u32,
     stride: u32,
-    // First tile of its stored scores.
+    // First tile of its stored scores; of a masked item, where its bits begin in the page table.
     scores: u32,
     unused: u32,
 }
@@ -608,6 +608,12 @@ fn largest_to_enter(value: u32) -> u32 {
 fn enters() -> bool {
     return first_of_subgroup;
 }
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/logits/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
@@ -1238,6 +1244,7 @@ fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
         return;
     }
     score_tile(item, tile, lane);
+    finish_scores(item, tile, lane);
     load_value_ranges(tile_bases[tile], lane);
     if (tile * TILE_TOKENS + TILE_TOKENS <= item.tokens) {
         return;

@@ -98,7 +98,7 @@ struct WorkItem {
     states: u32,
     queries: u32,
     stride: u32,
-    // First tile of its stored scores.
+    // First tile of its stored scores; of a masked item, where its bits begin in the page table.
     scores: u32,
     unused: u32,
 }

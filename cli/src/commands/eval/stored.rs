@@ -139,7 +139,7 @@ impl StorePart {
         let spans = queries.iter().enumerate().map(|(sequence, query)| {
             let tokens = query.tokens.min(self.tokens.end).saturating_sub(self.tokens.start);
             let pages = &self.span.pages[..tokens.div_ceil(TILE_TOKENS)];
-            SpanView { sequence, start: 0, tokens, pages, range_slot: self.span.range_slot }
+            SpanView { sequence, start: 0, tokens, gathered: None, pages, range_slot: self.span.range_slot }
         });
         StoreView {
             format: self.format,

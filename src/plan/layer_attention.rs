@@ -1,0 +1,97 @@
+//! How one layer attends, where the layers of a model differ.
+
+use super::AttendPlan;
+use super::runs::QueryRun;
+use super::scoring::Scoring;
+use super::visible::Visible;
+use crate::format::AttentionShape;
+use crate::{Error, Result};
+
+/// How a layer attends: its scoring, and its sliding window where it has one.
+///
+/// Queries of a layer with a window see their own position and those up to `left` before it: decoding queries, causal
+/// runs, and spans that see themselves.
+///
+/// ```
+/// use kvpack::plan::{LayerAttention, QueryRun, Visible};
+/// // Every other layer of GPT-OSS sees 128 positions.
+/// let local = LayerAttention::default().with_window(127);
+/// assert_eq!(local.visible(&QueryRun::decode(0))?, Visible::Window { left: 127 });
+/// assert_eq!(LayerAttention::default().visible(&QueryRun::causal(0, 9))?, Visible::Causal);
+/// # Ok::<(), kvpack::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct LayerAttention {
+    scoring: Option<Scoring>,
+    left: Option<usize>,
+}
+
+impl LayerAttention {
+    /// The same with a scoring in place of that of the shape.
+    #[must_use]
+    pub fn with_scoring(self, scoring: Scoring) -> Self {
+        Self { scoring: Some(scoring), ..self }
+    }
+
+    /// The same with a window of `left` positions before a query's own. Plans refuse 0.
+    #[must_use]
+    pub fn with_window(self, left: usize) -> Self {
+        Self { left: Some(left), ..self }
+    }
+
+    /// The scoring, if it is not that of the shape.
+    pub const fn scoring(&self) -> Option<&Scoring> {
+        self.scoring.as_ref()
+    }
+
+    /// Positions before a query's own that it sees; none: all of them.
+    pub const fn window(&self) -> Option<usize> {
+        self.left
+    }
+
+    /// What the queries of a run see in this layer.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a tree, and for several queries that see all tokens, where the layer has a window.
+    pub fn visible(&self, run: &QueryRun) -> Result<Visible> {
+        let Some(left) = self.left else { return Ok(run.visible.clone()) };
+        let refuse = |what: &str| {
+            let hint = "a window is causal; ask for causal runs, or for single queries".into();
+            Err(Error::Unsupported { what: format!("{what} in a layer with a window of {left} positions"), hint })
+        };
+        match &run.visible {
+            Visible::Causal => Ok(Visible::Window { left }),
+            Visible::All if run.queries == 1 => Ok(Visible::Window { left }),
+            Visible::Window { left: asked } => Ok(Visible::Window { left: left.min(*asked) }),
+            Visible::Spans { left: asked, spans } => {
+                Ok(Visible::Spans { left: Some(asked.map_or(left, |asked| left.min(asked))), spans: spans.clone() })
+            }
+            Visible::All => refuse("several queries that see all tokens"),
+            Visible::Tree(_) => refuse("a draft tree"),
+        }
+    }
+
+    /// A plan with the scoring of this layer.
+    ///
+    /// # Errors
+    /// Those of [`AttendPlan::with_scoring`].
+    pub fn score(&self, plan: AttendPlan) -> Result<AttendPlan> {
+        match &self.scoring {
+            Some(scoring) => plan.with_scoring(scoring.clone()),
+            None => Ok(plan),
+        }
+    }
+
+    /// Checks that keys of centred stores can be scored like this.
+    pub(crate) fn check_centred(&self) -> Result<()> {
+        self.scoring.as_ref().map_or(Ok(()), Scoring::check_centred)
+    }
+
+    /// Checks what does not depend on tokens.
+    ///
+    /// # Errors
+    /// [`Error::Elements`] when there are more or fewer sinks than query heads.
+    pub(crate) fn check(&self, shape: &AttentionShape) -> Result<()> {
+        self.scoring.as_ref().map_or(Ok(()), |scoring| scoring.check(shape))
+    }
+}
