@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use super::attend::{AttendStep, AttendTensors, Scratch, full_runs};
+use super::attend::{AttendStep, AttendTensors, Scratch, ScratchBytes, full_runs};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
 use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory};
+use super::table_slots::TableSlots;
 use crate::backend::{AttendOptions, BoundClasses, OpenStep, WriteInput, of_layer};
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
@@ -25,6 +26,10 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// wait, map or allocate. Kernels, scratch and bind groups last from step to step. They are rebuilt when a store has
 /// grown or lengths have left their size class; classes are up to a quarter apart. The classes of eight batches are
 /// kept. [`WrittenStep::bound_anew`] tells whether anything was rebuilt.
+///
+/// An engine may write and encode further steps before it submits the first: tables of a step stay where they are until
+/// the device has finished the commands that read them, or these were dropped. Four steps may be under way before the
+/// tables are rebuilt with twice the room. Steps are submitted in the order in which they were written.
 ///
 /// ```no_run
 /// use kvpack::backend::AttendOptions;
@@ -65,6 +70,7 @@ pub struct ModelStep {
     query_rows: Option<QueryLayout>,
     output_rows: Option<QueryLayout>,
     bound: BoundClasses<Bound>,
+    slots: TableSlots,
 }
 
 /// Number of classes of steps that are kept.
@@ -80,6 +86,8 @@ struct Bound {
     stores: Vec<BoundStoreStep>,
     plan: AttendStep,
     scratch: Scratch,
+    /// Bytes of a slot of the scratch's tables.
+    slot_bytes: u64,
     attention: Vec<Launches>,
 }
 
@@ -103,6 +111,8 @@ pub struct WrittenStep<'a> {
     layers: &'a [LayerTensors],
     bound: &'a Bound,
     table: &'a WriteTable,
+    slots: &'a TableSlots,
+    slot: usize,
     bound_anew: bool,
 }
 
@@ -123,8 +133,8 @@ impl ModelStep {
             return Err(Error::Plan { what: "step of a model", reason });
         }
         let options = AttendOptions { output: first.output.element_type(), ..options };
-        let (backend, bound) = (backend.clone(), BoundClasses::new(KEPT_CLASSES));
-        Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound })
+        let (backend, bound, slots) = (backend.clone(), BoundClasses::new(KEPT_CLASSES), TableSlots::new());
+        Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound, slots })
     }
 
     /// The same steps for queries with this layout, instead of contiguous rows: see [`AttendStep::with_query_layout`].
@@ -221,13 +231,15 @@ impl ModelStep {
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
-    /// tensors; [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
+    /// tensors; [`Error::Limit`] when 256 steps are encoded of which the device has finished none;
+    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
         let plan = self.plan(step.plan)?;
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
         }
+        let slot = self.free_slot()?;
         let kept = self.bound.take(|bound| bound.is_over(step) && plan.is_bound_like(&bound.plan));
         let bound_anew = kept.is_none();
         let bound = match kept {
@@ -236,11 +248,32 @@ impl ModelStep {
         };
         let queue = self.backend.queue();
         guard::captured_now(self.backend.device(), Request::call("tables of a step"), || {
-            queue.write_buffer(&bound.scratch.tables, 0, bound.plan.tables());
-            bound.memory.write(queue, step.table)
+            queue.write_buffer(&bound.scratch.tables, u64::from(bound.slot_offset(slot)), bound.plan.tables());
+            bound.memory.write_slot(queue, step.table, slot)
         })??;
-        let Self { backend, rows, layers, .. } = self;
-        Ok(WrittenStep { backend, rows, layers, bound: self.bound.put(bound), table: step.table, bound_anew })
+        let Self { backend, rows, layers, slots, .. } = self;
+        Ok(WrittenStep {
+            backend,
+            rows,
+            layers,
+            bound: self.bound.put(bound),
+            table: step.table,
+            slots,
+            slot,
+            bound_anew,
+        })
+    }
+
+    /// A slot for the tables of a step. Where steps that are under way read all of them, what is bound goes, since
+    /// tables with more slots are other buffers.
+    fn free_slot(&mut self) -> Result<usize> {
+        if let Some(slot) = self.slots.free() {
+            return Ok(slot);
+        }
+        let first_new = self.slots.len();
+        self.slots.grow()?;
+        self.bound.retain(|_| false);
+        Ok(first_new)
     }
 
     fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
@@ -263,7 +296,7 @@ impl ModelStep {
         let (memory, stores) = match self.bound.iter().find(|bound| bound.is_over(step)) {
             Some(bound) => (bound.memory.clone(), bound.stores.clone()),
             None => {
-                let memory = WriteMemory::new(backend.device(), layout)?;
+                let memory = WriteMemory::with_slots(backend.device(), layout, self.slots.len())?;
                 let pack = StoreStep::new(layout);
                 let of_layer = |((&layer, tensors), stores): ((&usize, &LayerTensors), &Vec<&Store>)| {
                     let LayerTensors { keys, values, .. } = tensors;
@@ -276,16 +309,31 @@ impl ModelStep {
             }
         };
         // Steps run in the order of the queue, so they may share scratch.
-        let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(plan.scratch())) {
-            Some(bound) => bound.scratch.clone(),
-            None => Scratch::new_now(backend.device(), plan.scratch())?,
+        let needed = plan.scratch();
+        let holds = |bound: &&Bound| bound.scratch.holds(needed) && bound.slot_bytes >= needed.tables;
+        let (scratch, slot_bytes) = match self.bound.iter().find(holds) {
+            Some(bound) => (bound.scratch.clone(), bound.slot_bytes),
+            None => self.new_scratch(needed)?,
         };
         let of_layer = |(tensors, stores): (&LayerTensors, &Vec<&Store>)| {
             let tensors = AttendTensors { queries: &tensors.queries, output: &tensors.output, lse: None };
             plan.bind_with_room(backend.kernels(), stores, &scratch, tensors)
         };
         let attention = self.layers.iter().zip(&step.stores).map(of_layer).collect::<Result<_>>()?;
-        Ok(Bound { layout: layout.clone(), numbers: step.layers.to_vec(), memory, stores, plan, scratch, attention })
+        let (layout, numbers) = (layout.clone(), step.layers.to_vec());
+        Ok(Bound { layout, numbers, memory, stores, plan, scratch, slot_bytes, attention })
+    }
+
+    /// Scratch of a step, with tables in every slot, and the bytes of a slot.
+    fn new_scratch(&self, needed: ScratchBytes) -> Result<(Scratch, u64)> {
+        let limits = self.backend.capabilities().limits;
+        let slot_bytes = needed.tables.next_multiple_of(limits.binding_alignment);
+        let tables = slot_bytes.saturating_mul(self.slots.len() as u64);
+        if tables > limits.binding_bytes {
+            let (what, hint) = ("tables of steps in bytes".into(), "attend to fewer sequences per step");
+            return Err(Error::Limit { what, needed: tables, allowed: limits.binding_bytes, hint });
+        }
+        Ok((Scratch::new_now(self.backend.device(), ScratchBytes { tables, ..needed })?, slot_bytes))
     }
 }
 
@@ -293,6 +341,11 @@ impl Bound {
     /// Whether it was bound to the stores of a step.
     fn is_over(&self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> bool {
         Arc::ptr_eq(&self.layout, step.table.layout()) && self.numbers == step.layers
+    }
+
+    /// Where the attention tables of a slot begin, in bytes: a buffer of scratch is smaller than 4 GiB.
+    const fn slot_offset(&self, slot: usize) -> u32 {
+        (self.slot_bytes * slot as u64) as u32
     }
 }
 
@@ -317,7 +370,9 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
     pub fn encode_store(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        of_layer(&self.bound.stores, layer)?.encode(self.table, pass)
+        let stores = of_layer(&self.bound.stores, layer)?;
+        self.slots.hold(self.slot, pass);
+        stores.encode_slot(self.table, self.bound.memory.slot_offset(self.slot), pass)
     }
 
     /// Encodes the attention of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
@@ -325,7 +380,9 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
     pub fn encode_attend(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        of_layer(&self.bound.attention, layer)?.encode_grids(self.bound.plan.grids(), pass);
+        let attention = of_layer(&self.bound.attention, layer)?;
+        self.slots.hold(self.slot, pass);
+        attention.encode_grids(self.bound.plan.grids(), self.bound.slot_offset(self.slot), pass);
         Ok(())
     }
 

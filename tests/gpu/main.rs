@@ -15,5 +15,6 @@ mod model_step;
 mod non_finite_queries;
 mod query_runs;
 mod select;
+mod steps_ahead;
 #[cfg(target_os = "linux")]
 mod validation;
