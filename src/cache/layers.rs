@@ -10,9 +10,9 @@ use super::sequence::{Positions, Span};
 use super::step::NewTokens;
 use super::write_table::GroupTable;
 use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId, TokenRun};
-use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, WriteInput};
+use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, StepKind, StoredLayers, WriteInput};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, RowLayout, Rows, Split, TokenRange, WriteTable};
+use crate::plan::{AttendPlan, RowLayout, Rows, Split, TokenRange};
 use crate::{Error, Result};
 
 /// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
@@ -308,15 +308,21 @@ impl<B: Backend> LayerGroup<B> {
         }
     }
 
-    /// What the open step writes, in words.
-    pub(super) const fn table(&self) -> &WriteTable {
-        self.table.table()
+    /// The open step for an engine: what the layers store and attend to.
+    pub(super) fn open_step<'a>(
+        &'a self,
+        plan: &'a AttendPlan,
+        stored: &'a StoredLayers,
+    ) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
+        let stores = (0..self.layers.len()).map(|layer| self.stores(layer)).collect();
+        let (table, query, flags) = (self.table.table(), self.recipe().query(), &*self.flags);
+        OpenStep { layers: &self.numbers, table, plan, query, stores, flags, stored }
     }
 
-    /// The open step for an engine: what the layers store and attend to.
-    pub(super) fn open_step<'a>(&'a self, plan: &'a AttendPlan) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
-        let stores = (0..self.layers.len()).map(|layer| self.stores(layer)).collect();
-        OpenStep { layers: &self.numbers, table: self.table.table(), plan, stores, flags: &self.flags }
+    /// What all steps of the layers have in common.
+    pub(super) fn step_kind(&self) -> StepKind<'_> {
+        let recipe = self.recipe();
+        StepKind { layout: self.table.table().layout(), stores: recipe.stores(), query: recipe.query() }
     }
 
     /// The tokens that steps could not store exactly, in all layers of the model.

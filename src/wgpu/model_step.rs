@@ -8,11 +8,13 @@ use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
 use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory};
 use super::table_slots::TableSlots;
-use crate::backend::{AttendOptions, BoundClasses, OpenStep, WriteInput, of_layer};
+use crate::backend::{
+    AttendOptions, BoundClasses, OpenStep, QueryPrecision, StepKind, StoredLayers, WriteInput, of_layer,
+};
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
-    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, StoreFormat, StoreView, WriteLayout,
-    WriteTable,
+    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreFormat, StoreView,
+    WriteLayout, WriteTable,
 };
 use crate::{Error, Result};
 
@@ -32,20 +34,19 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// tables are rebuilt with twice the room. Steps are submitted in the order in which they were written.
 ///
 /// ```no_run
-/// use kvpack::backend::AttendOptions;
 /// use kvpack::cache::{ModelCache, TokenRun};
 /// use kvpack::plan::RowLayout;
 /// use kvpack::wgpu::{LayerTensors, ModelStep, Wgpu};
 /// # async fn example(backend: &Wgpu, cache: &mut ModelCache<Wgpu>, tensors: Vec<LayerTensors>) -> kvpack::Result<()> {
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
-/// let mut steps = ModelStep::new(backend, rows, tensors, AttendOptions::default())?;
-/// steps.prepare(cache.write_layout(0)?, cache.recipe(0)?.stores()).await?;
+/// let mut steps = ModelStep::new(backend, rows, tensors)?;
+/// steps.prepare(cache.step_kind(0)?).await?;
 ///
 /// // Every step:
 /// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
 /// cache.begin_append(&runs)?;
-/// let open = cache.encode()?.remove(0); // layers of one shape and recipe
+/// let open = cache.open_steps()?.remove(0); // layers of one shape and recipe
 /// let step = steps.write(&open)?;
 /// let mut encoder = backend.device().create_command_encoder(&Default::default());
 /// let mut pass = encoder.begin_compute_pass(&Default::default());
@@ -55,7 +56,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 ///     step.encode_attend(layer, &mut pass)?;
 ///     // The engine's kernels: what becomes of the output.
 /// }
-/// drop(pass);
+/// drop((pass, open));
 /// backend.queue().submit([encoder.finish()]);
 /// cache.commit()?;
 /// # Ok(())
@@ -66,7 +67,9 @@ pub struct ModelStep {
     backend: Wgpu,
     rows: RowLayout,
     layers: Vec<LayerTensors>,
-    options: AttendOptions,
+    /// Precision of the queries where it is not that of the recipe.
+    query: Option<QueryPrecision>,
+    split: Split,
     query_rows: Option<QueryLayout>,
     output_rows: Option<QueryLayout>,
     bound: BoundClasses<Bound>,
@@ -113,15 +116,17 @@ pub struct WrittenStep<'a> {
     table: &'a WriteTable,
     slots: &'a TableSlots,
     slot: usize,
+    stored: &'a StoredLayers,
     bound_anew: bool,
 }
 
 impl ModelStep {
-    /// Steps of layers with these tensors, whose keys and values have the layout `rows`.
+    /// Steps of layers with these tensors, whose keys and values have the layout `rows`. Queries have the precision that
+    /// the recipe of the layers asks for, unless [`ModelStep::with_query_precision`] sets another.
     ///
     /// # Errors
     /// [`Error::Plan`] when there are no layers, or layers differ in the types of their queries or outputs.
-    pub fn new(backend: &Wgpu, rows: RowLayout, layers: Vec<LayerTensors>, options: AttendOptions) -> Result<Self> {
+    pub fn new(backend: &Wgpu, rows: RowLayout, layers: Vec<LayerTensors>) -> Result<Self> {
         let Some(first) = layers.first() else {
             return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
         };
@@ -132,9 +137,21 @@ impl ModelStep {
             let reason = format!("the tensors of layer {layer} and layer 0 differ in type");
             return Err(Error::Plan { what: "step of a model", reason });
         }
-        let options = AttendOptions { output: first.output.element_type(), ..options };
         let (backend, bound, slots) = (backend.clone(), BoundClasses::new(KEPT_CLASSES), TableSlots::new());
-        Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound, slots })
+        let (query, split, query_rows, output_rows) = (None, Split::default(), None, None);
+        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, bound, slots })
+    }
+
+    /// The same with another precision of the queries than that of the recipe.
+    #[must_use]
+    pub fn with_query_precision(self, query: QueryPrecision) -> Self {
+        Self { query: Some(query), ..self }
+    }
+
+    /// The same with work that is cut otherwise; results differ only by rounding.
+    #[must_use]
+    pub fn with_split(self, split: Split) -> Self {
+        Self { split, ..self }
     }
 
     /// The same steps for queries with this layout, instead of contiguous rows: see [`AttendStep::with_query_layout`].
@@ -151,14 +168,14 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decode steps over these stores can use, however long their sequences become, so that
-    /// serving a model never compiles. `stores` are those of the recipe. [`ModelStep::prepare_chunks`] does so for
-    /// prompts in chunks.
+    /// Compiles every kernel that decode steps of a kind can use, however long their sequences become, so that serving a
+    /// model never compiles. The kind is that of [`ModelCache::step_kind`](crate::cache::ModelCache::step_kind).
+    /// [`ModelStep::prepare_chunks`] does so for prompts in chunks.
     ///
     /// # Errors
     /// As [`AttendStep::new`], and [`Error::Gpu`] when the device refuses a kernel.
-    pub async fn prepare(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat]) -> Result<()> {
-        self.prepare_runs(layout, stores, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
+    pub async fn prepare(&self, kind: StepKind<'_>) -> Result<()> {
+        self.prepare_runs(kind, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
     }
 
     /// As [`ModelStep::prepare`], for steps with chunks of up to `longest` tokens, or as many as the tensors have rows:
@@ -166,32 +183,22 @@ impl ModelStep {
     ///
     /// # Errors
     /// As [`ModelStep::prepare`].
-    pub async fn prepare_chunks(
-        &self,
-        layout: &Arc<WriteLayout>,
-        stores: &[StoreFormat],
-        longest: usize,
-    ) -> Result<()> {
+    pub async fn prepare_chunks(&self, kind: StepKind<'_>, longest: usize) -> Result<()> {
         let longest = longest.min(self.rows.tokens);
         let short: Vec<_> = (2..=longest.min(MOST_CHUNK_KINDS)).map(|tokens| QueryRun::causal(0, tokens)).collect();
-        self.prepare_runs(layout, stores, &short, &[1, MANY_TILES]).await?;
+        self.prepare_runs(kind, &short, &[1, MANY_TILES]).await?;
         if !self.backend.capabilities().matrices {
             return Ok(());
         }
-        let full = full_runs(layout.shape().group()).map(|queries| queries.min(longest)).into_iter();
+        let full = full_runs(kind.layout.shape().group()).map(|queries| queries.min(longest)).into_iter();
         let long: Vec<_> =
             full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(|tokens| QueryRun::causal(0, tokens)).collect();
-        self.prepare_runs(layout, stores, &long, &[RUN_TILES]).await
+        self.prepare_runs(kind, &long, &[RUN_TILES]).await
     }
 
     /// Compiles the kernels that each of these query runs can use, over spans of the given numbers of tiles.
-    async fn prepare_runs(
-        &self,
-        layout: &Arc<WriteLayout>,
-        stores: &[StoreFormat],
-        runs: &[QueryRun],
-        spans: &[u32],
-    ) -> Result<()> {
+    async fn prepare_runs(&self, kind: StepKind<'_>, runs: &[QueryRun], spans: &[u32]) -> Result<()> {
+        let StepKind { layout, stores, query } = kind;
         let LayerTensors { keys, values, .. } = &self.layers[0];
         let (pack, kernels) = (StoreStep::new(layout), self.backend.kernels());
         let mut variants = pack.variants(kernels.storage_buffers(), keys.element_type(), values.element_type());
@@ -215,10 +222,10 @@ impl ModelStep {
             for run in runs {
                 for store in stores {
                     let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &[view((0, store))])?;
-                    variants.extend(self.plan(&plan)?.variants());
+                    variants.extend(self.plan(&plan, query)?.variants());
                 }
                 let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &together)?;
-                variants.extend(self.plan(&plan)?.variants());
+                variants.extend(self.plan(&plan, query)?.variants());
             }
         }
         variants.sort_unstable();
@@ -235,7 +242,7 @@ impl ModelStep {
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
-        let plan = self.plan(step.plan)?;
+        let plan = self.plan(step.plan, step.query)?;
         for layer in &self.layers {
             plan.check_rows(&layer.queries, &layer.output)?;
         }
@@ -252,16 +259,8 @@ impl ModelStep {
             bound.memory.write_slot(queue, step.table, slot)
         })??;
         let Self { backend, rows, layers, slots, .. } = self;
-        Ok(WrittenStep {
-            backend,
-            rows,
-            layers,
-            bound: self.bound.put(bound),
-            table: step.table,
-            slots,
-            slot,
-            bound_anew,
-        })
+        let (bound, table, stored) = (self.bound.put(bound), step.table, step.stored);
+        Ok(WrittenStep { backend, rows, layers, bound, table, slots, slot, stored, bound_anew })
     }
 
     /// A slot for the tables of a step. Where steps that are under way read all of them, what is bound goes, since
@@ -276,9 +275,12 @@ impl ModelStep {
         Ok(first_new)
     }
 
-    fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
-        let input = self.layers[0].queries.element_type();
-        let mut step = AttendStep::with_room(self.backend.capabilities(), plan, input, self.options)?;
+    /// The plan of a step whose recipe asks for this precision of the queries.
+    fn plan(&self, plan: &AttendPlan, of_recipe: QueryPrecision) -> Result<AttendStep> {
+        let LayerTensors { queries, output, .. } = &self.layers[0];
+        let (query, output, split) = (self.query.unwrap_or(of_recipe), output.element_type(), self.split);
+        let options = AttendOptions { query, output, split };
+        let mut step = AttendStep::with_room(self.backend.capabilities(), plan, queries.element_type(), options)?;
         if let Some(rows) = self.query_rows {
             step = step.with_query_layout(rows);
         }
@@ -372,7 +374,9 @@ impl WrittenStep<'_> {
     pub fn encode_store(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let stores = of_layer(&self.bound.stores, layer)?;
         self.slots.hold(self.slot, pass);
-        stores.encode_slot(self.table, self.bound.memory.slot_offset(self.slot), pass)
+        stores.encode_slot(self.table, self.bound.memory.slot_offset(self.slot), pass)?;
+        self.stored.mark(self.bound.numbers[layer]);
+        Ok(())
     }
 
     /// Encodes the attention of a layer, by its place among the layers of the step. Does not submit, wait or allocate.

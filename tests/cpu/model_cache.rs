@@ -477,3 +477,20 @@ fn a_prompt_of_nothing_opens_no_step() {
     cache.begin_append(&run).unwrap();
     cache.abandon();
 }
+
+/// Handing a step out encodes nothing: it is committed only once every layer has stored its tokens.
+#[test]
+fn a_step_that_was_only_handed_out_is_not_committed() {
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    let mut cache = ModelCache::new(&Cpu::new(), &vec![(shape, Recipe::f16()); 3], 1).unwrap();
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+    cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    assert_eq!(cache.open_steps().unwrap()[0].layers, [0, 1, 2]);
+    assert!(matches!(cache.commit(), Err(Error::Plan { what: "commit", .. })));
+    [0, 2].into_iter().for_each(|layer| cache.open_steps().unwrap()[0].stored.mark(layer));
+    let reason = cache.commit().unwrap_err().to_string();
+    assert!(reason.contains("layer 1 has not stored"), "{reason}");
+    cache.open_steps().unwrap()[0].stored.mark(1);
+    cache.commit().unwrap();
+    assert_eq!(cache.length(0), Ok(1));
+}
