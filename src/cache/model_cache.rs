@@ -3,9 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::budget::Budget;
 use super::change::Change;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
+use super::reserve::Asked;
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep, StepKind, StoredLayers};
@@ -54,6 +56,7 @@ pub struct ModelCache<B: Backend> {
     pub(super) groups: Vec<LayerGroup<B>>,
     /// The group of every layer, and its place there.
     pub(super) layers: Vec<(usize, usize)>,
+    pub(super) budget: Budget,
     step: Option<Step<B::Indices>>,
 }
 
@@ -102,7 +105,7 @@ impl<B: Backend + Clone> ModelCache<B> {
             LayerGroup::new(backend.clone(), kind.0, kind.1.clone(), sequences, members)
         };
         let groups = kinds.into_iter().zip(numbers).map(of_kind).collect::<Result<Vec<_>>>()?;
-        Ok(Self { groups, layers: places, step: None })
+        Ok(Self { groups, layers: places, budget: Budget::default(), step: None })
     }
 }
 
@@ -179,7 +182,7 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or a step is open,
-    /// [`Error::NoTokens`], [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_append`]).
+    /// [`Error::NoTokens`], [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_append`]).
     /// Nothing has changed.
     pub fn begin_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         let queries: Vec<QueryRun> = runs.iter().map(queries_of).collect();
@@ -192,7 +195,7 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::Plan`] when a span names no store of a layer or a step is
-    /// open, [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
+    /// open, [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
     pub fn begin_prefill(
         &mut self,
         sequence: usize,
@@ -337,14 +340,12 @@ impl<B: Backend> ModelCache<B> {
     /// their queries have attended. Steps of decoded tokens do this themselves.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::OutOfMemory`]
-    /// or [`Error::Limit`] when the packed tiles do not fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::NoRoom`]
+    /// or [`Error::OutOfMemory`] when the packed tiles do not fit. The cache is as it was.
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         self.check_no_step()?;
-        for group in &mut self.groups {
-            let needed = group.page_tables.room_for_windows(sequence)?;
-            group.reserve(&needed).await?;
-        }
+        let needed = self.room_of_groups(|group| group.page_tables.room_for_windows(sequence))?;
+        self.reserve_room(&needed, Asked::OnTheWay).await?;
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for group in &mut self.groups {

@@ -344,7 +344,7 @@ fn a_step_is_opened_filled_and_closed_in_order() {
     assert!(matches!(cache.begin_append(&[TokenRun::decode(2)]), Err(Error::Sequence { .. })));
     assert!(matches!(cache.begin_append(&[TokenRun::chunk(0, 0)]), Err(Error::NoTokens { .. })));
     // Nothing is allocated within a step.
-    assert!(matches!(cache.begin_append(&[TokenRun::decode(0)]), Err(Error::Limit { .. })));
+    assert!(matches!(cache.begin_append(&[TokenRun::decode(0)]), Err(Error::NoRoom { .. })));
     assert_eq!(cache.memory().allocated_bytes(), 0);
     block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
     cache.begin_append(&[TokenRun::decode(0)]).unwrap();
@@ -406,7 +406,7 @@ fn a_budget_is_one_shard_and_is_kept() {
         }
         tokens += 1;
     };
-    assert!(matches!(refused, Error::Limit { .. }), "{refused}");
+    assert!(matches!(refused, Error::NoRoom { what: "pages", needed: 1, free: 0, .. }), "{refused}");
     // The tile that has no room is not packed, and its last token is not stored.
     assert_eq!((tokens + 1) % 128, 0, "{tokens} tokens");
     assert_eq!((cache.length(0), cache.memory().allocated_bytes()), (Ok(tokens), allocated));
