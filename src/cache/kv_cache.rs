@@ -191,6 +191,7 @@ impl<B: Backend> KvCache<B> {
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
         let new = NewTokens { rows, keys, values };
+        self.group.check_lengths(new)?;
         self.group.page_tables.check_longer(sequence, rows.tokens)?;
         self.group.check_rows(new).await?;
         check_spans(spans, rows.tokens)?;
@@ -259,8 +260,9 @@ impl<B: Backend> KvCache<B> {
 
     /// Stores new tokens in a change of the page tables that is still open.
     async fn store_runs(&mut self, runs: &[TokenRun], new: NewTokens<'_, B::Tensor>) -> Result<Change<B::Indices>> {
-        let needed = self.group.page_tables.room_for_append(runs, new.rows.tokens)?;
+        self.group.page_tables.check_runs(runs, new.rows.tokens)?;
         self.group.check_lengths(new)?;
+        let needed = self.group.page_tables.room_for_append(runs, new.rows.tokens)?;
         self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
         match self.group.write_step(LAYER, Some(new)) {

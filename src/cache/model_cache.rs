@@ -208,10 +208,10 @@ impl<B: Backend> ModelCache<B> {
         })
     }
 
-    /// The open step for an engine that encodes it itself, one part for all layers that share a page table: a single one
-    /// for a model of like layers. It encodes nothing: `wgpu::ModelStep` and `cuda::ModelStep` do, and note which layers
-    /// have stored their tokens. Centres of sequences that begin with the step are made on the device, of their first
-    /// tokens.
+    /// The open step for an engine that encodes it itself, one part for all layers that share a page table: a single
+    /// one for a model of like layers. It encodes nothing: `wgpu::ModelStep` and `cuda::ModelStep` do, and note which
+    /// layers have stored their tokens. Centres of sequences that begin with the step are made on the device, of their
+    /// first tokens.
     ///
     /// # Errors
     /// [`Error::Plan`] when no step that appends is open.

@@ -75,7 +75,8 @@ impl<B: Backend> ModelCache<B> {
     /// Room that a sequence which was swapped out needs in a layer, by store.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer, or the sequence was taken out of a cache of other layers or recipes.
+    /// [`Error::Plan`] when there is no such layer, or the sequence was taken out of a cache of other layers or
+    /// recipes.
     pub fn room_for_swap_in(&self, layer: usize, swapped: &SwappedSequence<B::Indices>) -> Result<Vec<StoreRoom>> {
         self.group(layer)?;
         Ok(swapped.room_in(&self.groups)?.swap_remove(self.layers[layer].0))

@@ -254,9 +254,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// when `spans` are of another length, queries are missing or of more rows than tokens came since, layers differ in
     /// KV heads, or tokens are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans));
     /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
-    /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something decodes
-    /// to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit in addition to
-    /// what is held. The cache is as it was.
+    /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something
+    /// decodes to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit in
+    /// addition to what is held. The cache is as it was.
     pub async fn compress_again(
         &mut self,
         sequence: usize,

@@ -207,8 +207,8 @@ mod tests {
     #[test]
     fn a_shard_in_use_is_not_dropped() {
         let mut pages = PageAllocator::default();
-        pages.add_shard(2);
-        pages.add_shard(1);
+        pages.add_shard(2).unwrap();
+        pages.add_shard(1).unwrap();
         let held = pages.allocate(3).unwrap();
         assert!(!pages.drop_shard());
         pages.release(&held[2..]).unwrap();

@@ -121,8 +121,8 @@ pub struct WrittenStep<'a> {
 }
 
 impl ModelStep {
-    /// Steps of layers with these tensors, whose keys and values have the layout `rows`. Queries have the precision that
-    /// the recipe of the layers asks for, unless [`ModelStep::with_query_precision`] sets another.
+    /// Steps of layers with these tensors, whose keys and values have the layout `rows`. Queries have the precision
+    /// that the recipe of the layers asks for, unless [`ModelStep::with_query_precision`] sets another.
     ///
     /// # Errors
     /// [`Error::Plan`] when there are no layers, or layers differ in the types of their queries or outputs.
@@ -168,8 +168,8 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decode steps of a kind can use, however long their sequences become, so that serving a
-    /// model never compiles. The kind is that of [`ModelCache::step_kind`](crate::cache::ModelCache::step_kind).
+    /// Compiles every kernel that decode steps of a kind can use, however long their sequences become, so that serving
+    /// a model never compiles. The kind is that of [`ModelCache::step_kind`](crate::cache::ModelCache::step_kind).
     /// [`ModelStep::prepare_chunks`] does so for prompts in chunks.
     ///
     /// # Errors

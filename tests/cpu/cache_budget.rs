@@ -6,7 +6,7 @@ use kvpack::cache::{
     Budget, Growth, KvCache, ModelCache, ModelRecipe, PromptSpan, Recipe, SequencePages, StoreId, StoreRoom, TokenRun,
 };
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{RowLayout, TokenRange};
+use kvpack::plan::{MOST_TOKENS, RowLayout, TokenRange};
 use kvpack::policy::Policy;
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
@@ -166,16 +166,16 @@ fn room_is_reserved_by_kind_and_given_back() {
     append(&mut cache, TokenRun::chunk(0, 200)).unwrap();
 }
 
-/// A backend that counts what is asked of it would run for hours: sizes are refused before anything is allocated.
+/// Sizes that no device has are refused before anything is allocated.
 #[test]
 fn absurd_sizes_are_refused_before_memory_is_taken() {
-    const HUGE: [usize; 4] = [usize::MAX, usize::MAX / 128, 1 << 40, u32::MAX as usize];
+    const HUGE: [usize; 5] = [usize::MAX, usize::MAX / 128, 1 << 40, u32::MAX as usize, MOST_TOKENS + 1];
     let recipe = || Recipe::calibquant(Bits::Two).with_window(0);
     for tokens in HUGE {
         let mut cache = KvCache::new(Cpu::new(), shape(), 1, recipe()).unwrap();
         let rows = RowLayout { tokens, token_stride: 0, ..RowLayout::token_major(1, &shape()) };
         let row = CpuTensor::F32(vec![0.5; 2 * 64]);
-        let range = TokenRange::new(0, tokens).unwrap();
+        let range = TokenRange::new(0, MOST_TOKENS).unwrap();
         let refused = [
             block_on(cache.reserve(StoreId::F16, tokens)),
             block_on(cache.reserve(StoreId::PACKED, tokens)),
@@ -188,6 +188,11 @@ fn absurd_sizes_are_refused_before_memory_is_taken() {
                 matches!(refused, Err(Error::Limit { .. } | Error::OutOfMemory { .. })),
                 "call {call} of {tokens} tokens: {refused:?}"
             );
+        }
+        // A sequence may have so many tokens, and no machine so much memory.
+        for store in [StoreId::F16, StoreId::PACKED] {
+            let refused = block_on(cache.reserve(store, MOST_TOKENS));
+            assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
         }
         assert_eq!(cache.memory().allocated_bytes(), 0);
 

@@ -451,7 +451,7 @@ fn a_sequence_waits_on_the_host() {
     assert!(matches!(block_on(cache.swap_in(1, &swapped)), Err(Error::Plan { .. })), "it holds tokens");
 
     // The same again beside it, until memory is spent.
-    let mut most = ModelCache::new(&Cpu::new().with_memory_limit(memory), &layers(), 2).unwrap();
+    let mut most = ModelCache::new(&Cpu::new().with_memory_limit(memory - 1), &layers(), 2).unwrap();
     assert!(matches!(block_on(most.swap_in(0, &swapped)), Err(Error::OutOfMemory { .. })));
     assert_eq!((most.length(0), most.memory().in_use_bytes()), (Ok(0), 0));
     let mut others = ModelCache::new(&cpu, &layers()[..2], 1).unwrap();

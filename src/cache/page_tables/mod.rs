@@ -105,8 +105,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Room that the spans of a prompt need, by store.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names a store that the recipe does not have, [`Error::Limit`] when one has more tokens
-    /// than a sequence may have.
+    /// [`Error::Plan`] when a span names a store that the recipe does not have, [`Error::Limit`] when one has more
+    /// tokens than a sequence may have.
     pub(super) fn room_for_prompt(&self, spans: &[PromptSpan<'_, I>]) -> Result<Vec<StoreRoom>> {
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for span in spans {
@@ -199,7 +199,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// of the residual window.
     ///
     /// # Errors
-    /// Those of [`PageTables::room_for_append`], and [`Error::NoRoom`] when too little room is free. Nothing has changed.
+    /// Those of [`PageTables::room_for_append`], and [`Error::NoRoom`] when too little room is free. Nothing has
+    /// changed.
     pub(super) fn append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<I>> {
         let needed = self.room_for_append(runs, tokens)?;
         self.check_room(&needed)?;

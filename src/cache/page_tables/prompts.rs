@@ -31,8 +31,9 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// spans. [`PageTables::spans_since`] lists the writes.
     ///
     /// # Errors
-    /// [`Error::Sequence`](crate::Error::Sequence), [`Error::Limit`](crate::Error::Limit) when the sequence grows beyond
-    /// [`MOST_TOKENS`](crate::plan::MOST_TOKENS), or [`Error::NoRoom`](crate::Error::NoRoom). Nothing has changed.
+    /// [`Error::Sequence`](crate::Error::Sequence), [`Error::Limit`](crate::Error::Limit) when the sequence grows
+    /// beyond [`MOST_TOKENS`](crate::plan::MOST_TOKENS), or [`Error::NoRoom`](crate::Error::NoRoom). Nothing has
+    /// changed.
     pub(in crate::cache) fn keep(
         &mut self,
         sequence: usize,

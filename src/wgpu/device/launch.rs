@@ -71,7 +71,8 @@ impl Launches {
         self.0.iter().for_each(|launch| launch.encode(pass));
     }
 
-    /// Encodes all dispatches with other grids, one each, and tables that begin `tables` bytes after those that are bound.
+    /// Encodes all dispatches with other grids, one each, and tables that begin `tables` bytes after those that are
+    /// bound.
     pub(crate) fn encode_grids(
         &self,
         grids: impl Iterator<Item = [u32; 3]>,
