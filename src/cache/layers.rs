@@ -128,6 +128,7 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Adds a shard to a store in every layer, or in none.
     pub(super) async fn add_shard(&mut self, store: StoreId, pages: u32) -> Result<()> {
+        self.table.note_changed_stores();
         self.page_tables.room_mut(store).add_shard(pages)?;
         for layer in 0..self.layers.len() {
             let added = self.backend.add_shard(&mut self.layers[layer][store.index()].store, pages).await;
@@ -145,7 +146,8 @@ impl<B: Backend> LayerGroup<B> {
     pub(super) fn drop_shard(&mut self, store: StoreId) -> bool {
         let dropped = self.page_tables.room_mut(store).drop_shard();
         if dropped {
-            let Self { backend, layers, .. } = self;
+            let Self { backend, layers, table, .. } = self;
+            table.note_changed_stores();
             layers.iter_mut().for_each(|of| backend.drop_shard(&mut of[store.index()].store));
         }
         dropped
@@ -153,6 +155,7 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Grows the range slots of a store in every layer. What an error leaves behind is free slots, nothing else.
     pub(super) async fn reserve_ranges(&mut self, store: StoreId, slots: usize) -> Result<()> {
+        self.table.note_changed_stores();
         for layer in &mut self.layers {
             let of = &mut layer[store.index()];
             if of.slots < slots {
@@ -166,6 +169,7 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Grows the centres of all stores in every layer.
     pub(super) async fn reserve_centres(&mut self, slots: usize) -> Result<()> {
+        self.table.note_changed_stores();
         for of in self.layers.iter_mut().flatten() {
             self.backend.reserve_centres(&mut of.store, slots).await?;
         }

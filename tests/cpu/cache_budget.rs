@@ -1,12 +1,14 @@
 //! The budget of a cache: what runs out is refused before anything changes, absurd sizes before anything is allocated,
 //! and a scheduler is told beforehand.
 
+use std::sync::Arc;
+
 use kvpack::backend::{Device, Storage};
 use kvpack::cache::{
     Budget, Growth, KvCache, ModelCache, ModelRecipe, PromptSpan, Recipe, SequencePages, StoreId, StoreRoom, TokenRun,
 };
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{MOST_TOKENS, RowLayout, TokenRange};
+use kvpack::plan::{MOST_TOKENS, RowLayout, TokenRange, WriteLayout};
 use kvpack::policy::Policy;
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
@@ -164,6 +166,36 @@ fn room_is_reserved_by_kind_and_given_back() {
     cache.trim().unwrap();
     assert_eq!(cache.memory().stores().iter().map(|store| store.pages).sum::<usize>(), 0);
     append(&mut cache, TokenRun::chunk(0, 200)).unwrap();
+}
+
+/// The layout of a step, which an engine keeps its bindings for.
+fn layout(cache: &mut ModelCache<Cpu>) -> Result<Arc<WriteLayout>> {
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)]))?;
+    cache.begin_append(&[TokenRun::decode(0)])?;
+    let layout = cache.open_steps()?[0].table.layout().clone();
+    cache.abandon();
+    Ok(layout)
+}
+
+/// A store that was given back and made again has other buffers of the same sizes, and so has one that grew half way
+/// before an error: engines see another layout, and bind anew. They see the same as long as nothing changed.
+#[test]
+fn other_buffers_have_another_layout() {
+    let page = SegmentFormat::F16.page_bytes(&shape()) as u64;
+    let device = Cpu::new().with_memory_limit(9 * page);
+    let growing = |growth| Budget::unlimited().growing(growth);
+    let mut cache =
+        ModelCache::new(&device, &vec![(shape(), Recipe::f16()); 3], 1).unwrap().with_budget(growing(Growth::Exact));
+    let first = layout(&mut cache).unwrap();
+    assert!(Arc::ptr_eq(&first, &layout(&mut cache).unwrap()));
+    assert!(cache.trim().unwrap() > 0);
+    let second = layout(&mut cache).unwrap();
+    assert!(*first == *second && !Arc::ptr_eq(&first, &second), "the sizes are the same, the buffers are not");
+    assert_eq!(cache.trim().and_then(|_| cache.trim()), Ok(0));
+    let third = layout(&mut cache).unwrap();
+    assert!(!Arc::ptr_eq(&second, &third));
+    assert!(block_on(cache.reserve(&[room(4, 1)])).is_err(), "three layers have three pages each");
+    assert!(*third == *layout(&mut cache).unwrap());
 }
 
 /// Sizes that no device has are refused before anything is allocated.

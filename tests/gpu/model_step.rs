@@ -192,6 +192,28 @@ fn classes_are_kept_side_by_side() {
     assert!(anew <= 3, "bound anew in {anew} of {} steps", model_steps::ALTERNATING);
 }
 
+/// A shard that takes the place of one of the same size is another buffer: steps read and write it, not the one that
+/// their class was bound to before.
+#[test]
+fn a_shard_in_the_place_of_another_is_bound_anew() {
+    for recipe in ["f16", "int8", "kivi:4+window=0"] {
+        let alone = alone();
+        let mut engine = Engine::new(alone.backend.clone(), recipe);
+        let all: Vec<TokenRun> = (0..SEQUENCES).map(TokenRun::decode).collect();
+        let pages = |engine: &Engine| engine.cache.memory().stores().iter().map(|of| of.pages).collect::<Vec<_>>();
+        assert!(engine.step(&all), "{recipe}: the first step");
+        let before = pages(&engine);
+        for sequence in 0..SEQUENCES {
+            engine.cache.clear(sequence).unwrap();
+            engine.twin.clear(sequence).unwrap();
+        }
+        assert!(engine.cache.trim().unwrap() > 0);
+        assert!(engine.step(&all), "{recipe}: the store is another");
+        assert_eq!(pages(&engine), before, "{recipe}");
+        assert!(!engine.step(&all), "{recipe}: nothing has changed");
+    }
+}
+
 /// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to
 /// its own stores.
 #[test]
