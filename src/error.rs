@@ -195,6 +195,22 @@ pub enum Error {
         hint: &'static str,
     },
 
+    /// A cache has too little room for a call. Nothing has changed.
+    #[error(
+        "{needed} {what} are needed for the store of {store} and {free} are free: reserve more, allow a larger budget, or \
+         truncate, clear or swap out sequences"
+    )]
+    NoRoom {
+        /// What is short: pages, range slots, centres, or bytes of the budget.
+        what: &'static str,
+        /// Format of the store; the first one that lacks something where bytes are short.
+        store: String,
+        /// How many the call needs.
+        needed: u64,
+        /// How many are free.
+        free: u64,
+    },
+
     /// No adapter was found, or not the requested one.
     #[error("no usable GPU adapter: {reason}")]
     Adapter {

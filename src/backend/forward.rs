@@ -91,6 +91,14 @@ pub trait Forward {
         self.inner().add_shard(store, pages)
     }
 
+    fn drop_shard(&self, store: &mut Store<Self>) {
+        self.inner().drop_shard(store);
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        self.inner().available_bytes()
+    }
+
     fn reserve_ranges(&self, store: &mut Store<Self>, slots: usize) -> impl Future<Output = Result<()>> {
         self.inner().reserve_ranges(store, slots)
     }

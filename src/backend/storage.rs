@@ -66,6 +66,12 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is unchanged.
     fn add_shard(&self, store: &mut Self::Store, pages: u32) -> impl Future<Output = Result<()>>;
 
+    /// Drops the newest shard; its pages hold nothing any more. Does nothing to a store without shards.
+    fn drop_shard(&self, store: &mut Self::Store);
+
+    /// Bytes that the device could still give to stores, as far as that can be known before it is asked for them.
+    fn available_bytes(&self) -> Option<u64>;
+
     /// Grows the span ranges to at least `slots` slots. Existing slots keep their contents.
     ///
     /// # Errors

@@ -3,13 +3,16 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::budget::Budget;
 use super::change::Change;
 use super::layer_reads::StoredSpan;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
+use super::reserve::{Asked, reserve};
 use super::step::NewTokens;
-use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, StoreId, StoreRoom, TokenRun};
+use super::{CacheMemory, PromptSpan, Recipe, SequencePages, SpanPositions, StoreId, StoreRoom, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken};
+use crate::counts::TokenCount;
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, Split, TokenRange};
 use crate::{Error, Result};
@@ -51,6 +54,7 @@ use crate::{Error, Result};
 /// ```
 pub struct KvCache<B: Backend> {
     pub(super) group: LayerGroup<B>,
+    pub(super) budget: Budget,
 }
 
 /// The only layer of the group.
@@ -67,7 +71,18 @@ impl<B: Backend> KvCache<B> {
     pub fn new(backend: B, shape: AttentionShape, sequences: usize, recipe: Recipe) -> Result<Self> {
         let flags = Arc::new(backend.create_non_finite_flags(1)?);
         let members = Members { numbers: vec![LAYER], flags };
-        Ok(Self { group: LayerGroup::new(backend, shape, recipe, sequences, members)? })
+        Ok(Self { group: LayerGroup::new(backend, shape, recipe, sequences, members)?, budget: Budget::default() })
+    }
+
+    /// The same with a budget that every call keeps. What is allocated already counts.
+    #[must_use]
+    pub fn with_budget(self, budget: Budget) -> Self {
+        Self { budget, ..self }
+    }
+
+    /// The budget.
+    pub const fn budget(&self) -> Budget {
+        self.budget
     }
 
     /// The backend.
@@ -128,11 +143,32 @@ impl<B: Backend> KvCache<B> {
     /// Reserves room for one more span of `tokens` tokens, so that storing them allocates nothing on the device.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such store, [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// [`Error::Plan`] when there is no such store, [`Error::Limit`] for more tokens than a sequence may have,
+    /// [`Error::NoRoom`] when the budget has no room for them, [`Error::OutOfMemory`]. The cache is as it was.
     pub async fn reserve(&mut self, store: StoreId, tokens: usize) -> Result<()> {
+        TokenCount::new(tokens)?;
         let mut needed = vec![StoreRoom::default(); self.recipe().stores().len()];
         needed[self.recipe().resolve(store)?.index()] = StoreRoom { pages: tokens.div_ceil(TILE_TOKENS), spans: 1 };
-        self.group.reserve(&needed).await
+        self.reserve_room(needed, Asked::ForItself).await
+    }
+
+    async fn reserve_room(&mut self, needed: Vec<StoreRoom>, asked: Asked) -> Result<()> {
+        reserve(std::slice::from_mut(&mut self.group), &[needed], self.budget, asked).await
+    }
+
+    /// Gives memory back that nothing lies in: the newest shards of every store. Returns the bytes.
+    pub fn trim(&mut self) -> u64 {
+        let before = self.memory().allocated_bytes();
+        self.group.trim();
+        before - self.memory().allocated_bytes()
+    }
+
+    /// Pages of a sequence, by store.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence.
+    pub fn pages_of(&self, sequence: usize) -> Result<Vec<SequencePages>> {
+        self.group.page_tables.pages_of(sequence)
     }
 
     /// Stores the keys and values of a prompt, or of a further part of one, at the end of a sequence.
@@ -144,7 +180,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Elements`], [`Error::NotFinite`] and
-    /// [`Error::Plan`] for what was passed, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The
+    /// [`Error::Plan`] for what was passed, [`Error::NoRoom`] or [`Error::OutOfMemory`] when it does not fit. The
     /// cache is as it was.
     pub async fn prefill(
         &mut self,
@@ -155,11 +191,12 @@ impl<B: Backend> KvCache<B> {
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
         let new = NewTokens { rows, keys, values };
-        self.group.page_tables.sequence(sequence)?;
+        self.group.check_lengths(new)?;
+        self.group.page_tables.check_longer(sequence, rows.tokens)?;
         self.group.check_rows(new).await?;
         check_spans(spans, rows.tokens)?;
         let needed = self.group.page_tables.room_for_prompt(spans)?;
-        self.group.reserve(&needed).await?;
+        self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.page_tables.prefill(sequence, rows.tokens, spans)?;
         let written = self.group.write_prompt(LAYER, &change, sequence, new, spans);
         self.group.close(change, written)
@@ -183,7 +220,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
     /// fewer tokens than sequences, [`Error::NoTokens`], [`Error::Elements`] for keys and values,
-    /// [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
+    /// [`Error::NoRoom`] or [`Error::OutOfMemory`] when they do not fit. The cache is as it was.
     pub async fn append_to(
         &mut self,
         sequences: &[usize],
@@ -205,7 +242,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] for keys and
-    /// values, [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
+    /// values, [`Error::NoRoom`] or [`Error::OutOfMemory`] when they do not fit. The cache is as it was.
     pub async fn extend(
         &mut self,
         sequence: usize,
@@ -226,7 +263,7 @@ impl<B: Backend> KvCache<B> {
         self.group.page_tables.check_runs(runs, new.rows.tokens)?;
         self.group.check_lengths(new)?;
         let needed = self.group.page_tables.room_for_append(runs, new.rows.tokens)?;
-        self.group.reserve(&needed).await?;
+        self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
         match self.group.write_step(LAYER, Some(new)) {
             Ok(()) => Ok(change),
@@ -262,11 +299,11 @@ impl<B: Backend> KvCache<B> {
     /// the new tokens have attended.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::Limit`] when the packed
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::NoRoom`] or [`Error::OutOfMemory`] when the packed
     /// tiles do not fit. The cache is as it was.
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         let needed = self.group.page_tables.room_for_windows(sequence)?;
-        self.group.reserve(&needed).await?;
+        self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.open_windows(sequence)?;
         let written = self.group.write_step(LAYER, None);
         self.group.close(change, written)
@@ -278,12 +315,12 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when the recipe has no centres or the
-    /// sequence is not empty, [`Error::Elements`] and [`Error::NotFinite`] for the centre, [`Error::OutOfMemory`] or
-    /// [`Error::Limit`]. The cache is as it was.
+    /// sequence is not empty, [`Error::Elements`] and [`Error::NotFinite`] for the centre, [`Error::NoRoom`] or
+    /// [`Error::OutOfMemory`]. The cache is as it was.
     pub async fn set_centre(&mut self, sequence: usize, centre: &B::Tensor) -> Result<()> {
         let rows = RowLayout::token_major(1, self.shape());
         self.group.check_centre(centre).await?;
-        self.group.reserve(&[]).await?;
+        self.reserve_room(Vec::new(), Asked::OnTheWay).await?;
         let change = self.group.page_tables.set_centre(sequence)?;
         let written = self.group.write_centres(LAYER, &change, rows, centre);
         self.group.close(change, written)

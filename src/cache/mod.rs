@@ -16,6 +16,7 @@
 //! A call that fails has changed nothing. A future that is dropped before its end is no such failure: it may leave
 //! tokens in the page tables, or layers that differ. Poll the futures of calls that change a cache to their end.
 
+mod budget;
 mod change;
 mod chunks;
 mod compress;
@@ -38,6 +39,7 @@ mod recipe;
 mod recipe_option;
 mod recipe_text;
 mod recompress;
+mod reserve;
 mod room;
 mod sequence;
 mod slots;
@@ -45,6 +47,7 @@ mod step;
 mod swap;
 mod write_table;
 
+pub use budget::{Budget, Growth};
 pub use chunks::{ChunkSpans, ChunkStores};
 pub use evictions::{EVICTIONS, Eviction};
 pub use kv_cache::KvCache;
@@ -57,7 +60,7 @@ pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};
 pub use recipe_text::ModelRecipe;
-pub use room::StoreRoom;
+pub use room::{SequencePages, StoreRoom};
 pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
 pub use swap::SwappedSequence;

@@ -2,6 +2,7 @@
 
 use super::ModelCache;
 use super::layer_reads::StoredSpan;
+use super::reserve::Asked;
 use crate::backend::Backend;
 use crate::plan::{RowLayout, TokenRange};
 use crate::{Error, Result};
@@ -22,9 +23,8 @@ impl<B: Backend> ModelCache<B> {
         for (&(group, _), centre) in self.layers.iter().zip(centres) {
             self.groups[group].check_centre(centre).await?;
         }
-        for group in &mut self.groups {
-            group.reserve(&[]).await?;
-        }
+        let nothing = vec![Vec::new(); self.groups.len()];
+        self.reserve_room(&nothing, Asked::OnTheWay).await?;
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for group in &mut self.groups {

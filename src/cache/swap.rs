@@ -1,12 +1,15 @@
 //! Sequences that wait on the host: their pages are free for others, and come back bit for bit.
 
+use super::budget::Budget;
 use super::change::Change;
 use super::layers::LayerGroup;
+use super::reserve::{Asked, reserve};
 use super::room::Lease;
 use super::sequence::Sequence;
-use super::{KvCache, ModelCache, Recipe};
+use super::{KvCache, ModelCache, Recipe, StoreRoom};
 use crate::backend::{Backend, SpanBytes, SpanPlace};
 use crate::format::AttentionShape;
+use crate::plan::TokenIndices;
 use crate::{Error, Result};
 
 /// A sequence on the host, taken by [`ModelCache::swap_out`] or [`KvCache::swap_out`]. `I` is the backend's index
@@ -59,6 +62,31 @@ impl<I> SwappedSequence<I> {
         self.groups.iter().map(|group| group.layers.len()).sum()
     }
 
+    /// What it held in the layers of every group.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when those are of other shapes or recipes.
+    fn parts_of<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<SwappedPart<'_, I>>> {
+        let parts: Option<Vec<_>> = groups.iter().map(|group| self.part_of(group)).collect();
+        let layers: usize = groups.iter().map(LayerGroup::layers).sum();
+        parts.filter(|_| layers == self.layers()).ok_or_else(|| {
+            let reason = "the sequence was taken out of a cache of other layers or recipes".into();
+            Error::Plan { what: "swap", reason }
+        })
+    }
+
+    /// Room that it needs in every group.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when those are of other shapes or recipes.
+    pub(super) fn room_in<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<Vec<StoreRoom>>>
+    where
+        I: TokenIndices + Clone,
+    {
+        let parts = self.parts_of(groups)?;
+        Ok(groups.iter().zip(parts).map(|(group, part)| group.page_tables.room_for_sequence(part.sequence)).collect())
+    }
+
     /// What it held in the layers of a group; `None` if those are of another shape or recipe.
     fn part_of<B: Backend<Indices = I>>(&self, group: &LayerGroup<B>) -> Option<SwappedPart<'_, I>> {
         let (numbers, shape, recipe) = (group.numbers(), group.shape, group.recipe());
@@ -90,11 +118,11 @@ impl<B: Backend> KvCache<B> {
     /// Restores a swapped sequence, bit for bit, in an empty sequence, the same or another.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was
-    /// taken out of a cache of another shape or recipe, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not
-    /// fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or the other was taken
+    /// out of a cache of another shape or recipe, [`Error::NoRoom`] or [`Error::OutOfMemory`] when it does not fit. The
+    /// cache is as it was.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
-        swap_in(std::slice::from_mut(&mut self.group), sequence, swapped).await
+        swap_in(std::slice::from_mut(&mut self.group), sequence, swapped, self.budget).await
     }
 }
 
@@ -119,7 +147,7 @@ impl<B: Backend> ModelCache<B> {
     /// As [`KvCache::swap_in`]; [`Error::Plan`] when a step is open. On an error the cache is unchanged.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
         self.check_no_step()?;
-        swap_in(&mut self.groups, sequence, swapped).await
+        swap_in(&mut self.groups, sequence, swapped, self.budget).await
     }
 }
 
@@ -128,17 +156,11 @@ async fn swap_in<B: Backend>(
     groups: &mut [LayerGroup<B>],
     sequence: usize,
     swapped: &SwappedSequence<B::Indices>,
+    budget: Budget,
 ) -> Result<()> {
-    let parts: Option<Vec<_>> = groups.iter().map(|group| swapped.part_of(group)).collect();
-    let layers: usize = groups.iter().map(LayerGroup::layers).sum();
-    let Some(parts) = parts.filter(|_| layers == swapped.layers()) else {
-        let reason = "the sequence was taken out of a cache of other layers or recipes".into();
-        return Err(Error::Plan { what: "swap", reason });
-    };
-    for (group, swapped) in groups.iter_mut().zip(&parts) {
-        let needed = group.page_tables.room_for_sequence(sequence, swapped.sequence)?;
-        group.reserve(&needed).await?;
-    }
+    let parts = swapped.parts_of(groups)?;
+    groups.iter().try_for_each(|group| group.page_tables.check_empty(sequence))?;
+    reserve(groups, &swapped.room_in(groups)?, budget, Asked::OnTheWay).await?;
     let mut changes: Vec<Change<B::Indices>> = Vec::with_capacity(groups.len());
     let mut written = Ok(());
     for (group, swapped) in groups.iter_mut().zip(&parts) {

@@ -112,6 +112,14 @@ impl Storage for Cpu {
         store.add_shard(pages)
     }
 
+    fn drop_shard(&self, store: &mut CpuStore) {
+        store.drop_shard();
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        Some(self.memory.available())
+    }
+
     async fn reserve_ranges(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
         store.reserve_ranges(slots)
     }

@@ -184,6 +184,14 @@ impl Storage for Cuda {
         store.add_shard(&self.stream, pages)
     }
 
+    fn drop_shard(&self, store: &mut Store) {
+        store.drop_shard();
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        None // what the driver calls free leaves out memory that was freed and waits in its pool
+    }
+
     async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
         store.check_stream("span ranges", &self.stream)?;
         store.reserve_ranges(&self.stream, slots)

@@ -122,7 +122,7 @@ pub fn submit<B: Backend>(cache: &mut ModelCache<B>, runs: &[TokenRun], inputs: 
 pub fn held<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
     let mut held = Vec::new();
     for layer in 0..LAYERS {
-        let layout = cache.write_layout(layer).unwrap().clone();
+        let layout = cache.step_kind(layer).unwrap().layout.clone();
         for (store, of) in cache.stores(layer).unwrap().into_iter().zip(layout.stores()) {
             let read = |place| block_on(cache.backend().read_span(store, place)).unwrap();
             let shards = of.shard_pages.iter().enumerate();

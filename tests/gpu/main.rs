@@ -15,5 +15,7 @@ mod model_step;
 mod non_finite_queries;
 mod query_runs;
 mod select;
+mod serving;
+mod steps_ahead;
 #[cfg(target_os = "linux")]
 mod validation;

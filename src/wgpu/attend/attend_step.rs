@@ -11,7 +11,7 @@
 //! queries together); and one `merge_states`, unless the last workgroup of `attend` merges. Each launch waits for the
 //! previous one, which costs more than the work of small ones.
 
-use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES};
+use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
 use super::attend_launches::{Builder, block_queries};
 use super::merge_states::LseOutput;
 use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
@@ -20,6 +20,7 @@ use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryLayout, Work};
 use crate::wgpu::device::guard;
+use crate::wgpu::device::shader::is_table;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
@@ -209,7 +210,10 @@ impl AttendStep {
                 let bindings = launch
                     .buffers
                     .iter()
-                    .map(|&(name, slot)| Ok((name, buffers.binding(slot)?)))
+                    .map(|&(name, slot)| {
+                        debug_assert_eq!(is_table(name), matches!(slot, Slot::Tables(_)), "{name}");
+                        Ok((name, buffers.binding(slot)?))
+                    })
                     .collect::<Result<Vec<_>>>()?;
                 let [x, y] = launch.workgroups;
                 Launch::new(kernels, &launch.variant, &bindings, [x, y, 1])

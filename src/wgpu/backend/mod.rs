@@ -233,6 +233,14 @@ impl Storage for Wgpu {
         store.add_shard(self.device(), pages).await
     }
 
+    fn drop_shard(&self, store: &mut Store) {
+        store.drop_shard();
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        None // wgpu tells of no device how much memory it has
+    }
+
     async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
         store.reserve_ranges(self.device(), &self.queue, slots).await
     }
