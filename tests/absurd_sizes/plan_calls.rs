@@ -1,0 +1,112 @@
+//! Pages, rows, tables and plans.
+
+use kvpack::SegmentFormat;
+use kvpack::cpu::CpuIndices;
+use kvpack::plan::{
+    AttendPlan, ElementType, Elements, IndexShape, Page, PageAllocator, QueryLayout, QueryRun, RowLayout, Rows,
+    SpanView, Split, StoreCapacity, StoreView, TokenIndices, TokenRange, WindowCapacity, Work, WriteLayout,
+};
+
+use crate::{Call, calls, done, pairs, shape, sizes, triples, words};
+
+/// A plan over one sequence of 300 tokens in f16.
+pub fn plan(runs: &[QueryRun]) -> kvpack::Result<AttendPlan> {
+    let pages = [0, 1, 2].map(|index| Page { shard: 0, index });
+    let span = SpanView { sequence: 0, start: 0, tokens: 300, pages: &pages, range_slot: 0 };
+    AttendPlan::new(shape(), runs, &[StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] }])
+}
+
+fn layouts(call: impl Fn(RowLayout)) {
+    triples(|tokens, token_stride, head_stride| call(RowLayout { tokens, token_stride, head_stride }));
+}
+
+pub fn calls() -> Vec<Call> {
+    let mut all = rows();
+    all.extend(plans());
+    all
+}
+
+fn rows() -> Vec<Call> {
+    calls! {
+        "plan::Elements::get" => done(Elements::F32(&[1.0]).get(0));
+        "plan::TokenRange::new" => pairs(|a, b| done(TokenRange::new(a, b).map(|range| range.len())));
+        "plan::RowLayout::token_major" => sizes(|a| done(RowLayout::token_major(a, &shape()).elements_needed(&shape())));
+        "plan::RowLayout::head_major" => sizes(|a| done(RowLayout::head_major(a, &shape()).elements_needed(&shape())));
+        "plan::RowLayout::row" => layouts(|layout| done(layout.row(layout.head_stride, layout.token_stride)));
+        "plan::RowLayout::check" => layouts(|layout| done(layout.check("rows", layout.tokens, &shape())));
+        "plan::QueryLayout::row" => triples(|first, stride, row| done(QueryLayout { first, stride }.row(row)));
+        "plan::QueryLayout::elements_needed" => triples(|first, stride, row| {
+            done(QueryLayout { first, stride }.elements_needed(row, &shape()));
+        });
+        "plan::QueryLayout::check" => triples(|first, stride, row| {
+            done(QueryLayout { first, stride }.check("queries", first, row, &shape()));
+        });
+        "plan::QueryLayout::check_room" => triples(|first, stride, row| {
+            done(QueryLayout { first, stride }.check_room("queries", stride, row, &shape()));
+        });
+        "plan::IndexShape::new" => pairs(|a, b| words(|w| if let Ok(shape) = IndexShape::new(a, b, w) {
+            done((shape.indices(), shape.others()));
+        }));
+        "plan::IndexShape::of" => sizes(|a| words(|w| done(IndexShape::of(&[0, w], a, w))));
+        "plan::Rows::check" => layouts(|layout| {
+            let indices = CpuIndices::new(&[0, 1], 2, 9).unwrap();
+            done(Rows::Gather(&indices).check("rows", &layout, &shape()));
+            done(Rows::<CpuIndices>::Run(TokenRange::new(3, 9).unwrap()).check("rows", &layout, &shape()));
+            done(indices.shape());
+        });
+    }
+}
+
+fn plans() -> Vec<Call> {
+    calls! {
+        "plan::QueryRun::decode" => sizes(|a| done(plan(&[QueryRun::decode(a)])));
+        "plan::QueryRun::causal" => pairs(|a, b| done(plan(&[QueryRun::causal(a, b)])));
+        "plan::PlannedRun::visible" => sizes(|a| plan(&[QueryRun::causal(0, 3)]).unwrap().runs().iter().for_each(|run| {
+            done(run.visible(a.min(2)));
+        }));
+        "plan::AttendPlan::check_elements" => sizes(|a| done(plan(&[QueryRun::decode(0)]).unwrap().check_elements("queries", a)));
+        "plan::Work::new" => triples(|target_items, tile_step, max_tiles| {
+            let plan = plan(&[QueryRun::causal(0, 3)]).unwrap();
+            let split = Split { target_items, tile_step, max_tiles };
+            done(Work::new(&plan, split, 1).map(|work| work.states()));
+            done(Work::new(&plan, split, max_tiles.max(1)).map(|work| work.states()));
+        });
+        "plan::PageAllocator::add_shard" => words(|w| {
+            let mut pages = PageAllocator::default();
+            done(pages.add_shard(w));
+            done((pages.capacity(), pages.free(), pages.shard_pages().len()));
+        });
+        "plan::PageAllocator::allocate" => sizes(|a| {
+            let mut pages = PageAllocator::default();
+            pages.add_shard(3).unwrap();
+            done(pages.allocate(a));
+        });
+        "plan::PageAllocator::holders" => words(|shard| words(|index| {
+            let mut pages = PageAllocator::default();
+            pages.add_shard(3).unwrap();
+            let page = Page { shard, index };
+            done((pages.holders(page), pages.share(&[page]), pages.release(&[page])));
+        }));
+        "plan::WriteLayout::new" => triples(|a, b, c| {
+            let capacity = |format| StoreCapacity {
+                format,
+                shard_pages: vec![u32::MAX, 0],
+                range_slots: b,
+                tokens: a,
+                copies: b,
+                centres: c,
+                centre_slots: b,
+            };
+            let stores = || vec![capacity(SegmentFormat::F16), capacity(SegmentFormat::saw_int4())];
+            let window = WindowCapacity { from: 0, to: 1, windows: c, newer: a };
+            done(WriteLayout::new(shape(), a, stores(), vec![]));
+            done(WriteLayout::new(shape(), b, stores(), vec![window]));
+            done(WriteLayout::new(shape(), b, stores(), vec![WindowCapacity { from: a, to: b, ..window }]));
+        });
+        "plan::WriteLayout::largest_element" => {
+            let layout = WriteLayout::new(shape(), 3, vec![], vec![]).unwrap();
+            done(layout.sections().count());
+            done(ElementType::ALL);
+        };
+    }
+}
