@@ -51,6 +51,7 @@ fn codes() -> Vec<Call> {
     calls! {
         "format::AffineFormat::span_range" => floats(|x| floats(|y| affine().iter().for_each(|f| done(f.span_range(x, y)))));
         "format::AffineFormat::tile_range" => floats(|x| floats(|y| affine().iter().for_each(|f| done(f.tile_range(x, y)))));
+        "format::AffineFormat::largest_error" => floats(|x| floats(|y| affine().iter().for_each(|f| done(f.largest_error(x, y)))));
         "format::CodeRange::new" => floats(|x| floats(|y| floats(|z| done(CodeRange::new(x, y, z, Bits::Eight)))));
         "format::CodeRange::symmetric" => floats(|x| floats(|y| floats(|z| done(CodeRange::symmetric(x, y, z, Bits::One)))));
         "format::CodeRange::encode" => floats(|x| floats(|scale| floats(|min| for bits in Bits::ALL {

@@ -19,8 +19,10 @@ const REASONED: &[(&str, &str)] = &[
     ("format/tile_order.rs", "places within a tile, whose size is a constant"),
     ("plan/attend", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/blocks", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
+    ("plan/cut", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/state_rows", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/work", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
+    ("plan/visible.rs", "a plan refuses positions that 32 bits do not count before it asks what a query sees"),
     ("plan/write/entry.rs", "a layout checks the numbers of an entry before it is written"),
     ("wgpu/", "a plan checks what 32 bits count before it binds"),
 ];

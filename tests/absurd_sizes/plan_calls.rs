@@ -3,17 +3,41 @@
 use kvpack::SegmentFormat;
 use kvpack::cpu::CpuIndices;
 use kvpack::plan::{
-    AttendPlan, ElementType, Elements, IndexShape, Page, PageAllocator, QueryLayout, QueryRun, RowLayout, Rows,
-    SpanView, Split, StoreCapacity, StoreView, TokenIndices, TokenRange, WindowCapacity, Work, WriteLayout,
+    AttendPlan, ElementType, Elements, IndexShape, LayerAttention, Page, PageAllocator, PlannedRun, PlannedSpan,
+    QueryLayout, QueryRun, RowLayout, Rows, Scoring, SpanView, Split, StoreCapacity, StoreView, TokenIndices,
+    TokenRange, TreeMask, Visible, WindowCapacity, Work, WriteLayout,
 };
 
-use crate::{Call, calls, done, pairs, shape, sizes, triples, words};
+use crate::{Call, calls, done, floats, pairs, shape, sizes, triples, words};
 
 /// A plan over one sequence of 300 tokens in f16.
 pub fn plan(runs: &[QueryRun]) -> kvpack::Result<AttendPlan> {
     let pages = [0, 1, 2].map(|index| Page { shard: 0, index });
-    let span = SpanView { sequence: 0, start: 0, tokens: 300, pages: &pages, range_slot: 0 };
+    let span = SpanView { sequence: 0, start: 0, tokens: 300, pages: &pages, range_slot: 0, gathered: None };
     AttendPlan::new(shape(), runs, &[StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] }])
+}
+
+/// Every run of plans that see in every way, and a span that it sees.
+fn runs(call: impl Fn(&PlannedRun, &PlannedSpan)) {
+    let tree = TreeMask::from_parents(&[None, Some(0), Some(0)]).unwrap();
+    let visible = [
+        Visible::All,
+        Visible::Causal,
+        Visible::Window { left: 5 },
+        Visible::spans(&[10..20, 290..300]),
+        Visible::Tree(tree),
+    ];
+    for visible in visible {
+        let plan = plan(&[QueryRun::new(0, 3, visible)]).unwrap();
+        call(&plan.runs()[0], &plan.segments()[0].spans()[0]);
+    }
+}
+
+/// Plans with a scoring, where there is one.
+fn scored(scoring: kvpack::Result<Scoring>) {
+    if let Ok(scoring) = scoring {
+        done(plan(&[QueryRun::decode(0)]).unwrap().with_scoring(scoring));
+    }
 }
 
 fn layouts(call: impl Fn(RowLayout)) {
@@ -61,9 +85,24 @@ fn plans() -> Vec<Call> {
     calls! {
         "plan::QueryRun::decode" => sizes(|a| done(plan(&[QueryRun::decode(a)])));
         "plan::QueryRun::causal" => pairs(|a, b| done(plan(&[QueryRun::causal(a, b)])));
-        "plan::PlannedRun::visible" => sizes(|a| plan(&[QueryRun::causal(0, 3)]).unwrap().runs().iter().for_each(|run| {
-            done(run.visible(a.min(2)));
+        "plan::PlannedRun::limits" => sizes(|a| runs(|run, _| done(run.limits(a))));
+        "plan::PlannedRun::seen" => sizes(|a| runs(|run, span| done(run.seen(a, span))));
+        "plan::PlannedRun::sees" => pairs(|a, b| runs(|run, _| done(run.sees(a, b))));
+        "plan::QueryRun::new" => pairs(|a, b| sizes(|left| {
+            done(plan(&[QueryRun::new(a, b, Visible::Window { left })]));
+            done(plan(&[QueryRun::new(0, b, Visible::spans(&[left..left.saturating_add(3)]))]));
         }));
+        "plan::LayerAttention::with_window" => sizes(|left| {
+            let layer = LayerAttention::default().with_window(left);
+            done(layer.visible(&QueryRun::causal(0, 3)));
+        });
+        "plan::LayerAttention::visible" => pairs(|a, b| {
+            done(LayerAttention::default().with_window(5).visible(&QueryRun::causal(a, b)));
+        });
+        "plan::TreeMask::from_bits" => pairs(|a, b| done(TreeMask::from_bits(a, b, &[0xff; 4])));
+        "plan::TreeMask::sees" => pairs(|a, b| done(TreeMask::from_parents(&[None, Some(0)]).unwrap().sees(a, b)));
+        "plan::Scoring::with_scale" => floats(|a| scored(Scoring::of(&shape()).with_scale(a)));
+        "plan::Scoring::with_soft_cap" => floats(|a| scored(Scoring::of(&shape()).with_soft_cap(a)));
         "plan::AttendPlan::check_elements" => sizes(|a| done(plan(&[QueryRun::decode(0)]).unwrap().check_elements("queries", a)));
         "plan::Work::new" => triples(|target_items, tile_step, max_tiles| {
             let plan = plan(&[QueryRun::causal(0, 3)]).unwrap();
