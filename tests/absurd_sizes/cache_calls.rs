@@ -3,15 +3,17 @@
 use kvpack::backend::TensorRows;
 use kvpack::cache::{
     Appended, ChunkStores, DenseLayer, KvCache, MeasuredQueries, ModelCache, ModelRecipe, PromptSpan, Recipe, StoreId,
-    TokenRun,
+    StoreRoom, TokenRun,
 };
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{ElementType, QueryRun, RowLayout, Split, TokenRange};
+use kvpack::plan::{ElementType, QueryRun, RowLayout, Split, TokenRange, Visible};
 use kvpack::policy::{Policy, Spans};
 use kvpack::{Bits, SegmentFormat};
 use pollster::block_on;
 
-use crate::{Call, calls, done, pairs, shape, sizes, triples};
+use crate::format_calls::each_format;
+use crate::policy_calls::policies;
+use crate::{Call, calls, done, few_triples, pairs, shape, sizes, triples};
 
 /// Rows of 3 tokens.
 fn rows() -> CpuTensor {
@@ -23,7 +25,7 @@ fn layout() -> RowLayout {
 }
 
 fn layouts(call: impl Fn(RowLayout)) {
-    triples(|tokens, token_stride, head_stride| call(RowLayout { tokens, token_stride, head_stride }));
+    few_triples(|tokens, token_stride, head_stride| call(RowLayout { tokens, token_stride, head_stride }));
 }
 
 fn query() -> CpuTensor {
@@ -75,6 +77,14 @@ fn recipes() -> Vec<Call> {
         });
         "cache::Recipe::with_window" => sizes(|a| done(Recipe::calibquant(Bits::Two).with_window(a)));
         "cache::Recipe::with_sink" => sizes(|a| decoded(Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(a)));
+        "cache::Recipe::pack_all" => each_format(|&key| decoded(Recipe::pack_all(SegmentFormat { key, value: key })));
+        "cache::Recipe::with_store" => each_format(|&key| {
+            let (format, mut recipe) = (SegmentFormat { key, value: key }, Recipe::f16());
+            while let Ok((larger, store)) = recipe.clone().with_store(format) {
+                recipe = larger.with_appended(Appended::AtOnce(store));
+            }
+            decoded(recipe);
+        });
         "cache::Recipe::with_appended" => sizes(|newer| for store in [0, 1, 2, u8::MAX] {
             let to = StoreId(store);
             decoded(Recipe::calibquant(Bits::Two).with_appended(Appended::Tiles { to, newer }));
@@ -89,6 +99,25 @@ fn recipes() -> Vec<Call> {
             done(cache.begin_append(&[TokenRun::decode(a)]));
         });
     }
+}
+
+/// Runs of queries of every kind, also past the tokens that there are.
+fn runs(call: impl Fn(&[QueryRun])) {
+    pairs(|a, b| {
+        for visible in [Visible::All, Visible::Causal, Visible::Window { left: b }] {
+            call(&[QueryRun::new(a, b, visible.clone())]);
+            call(&[QueryRun { end: Some(a), ..QueryRun::new(0, 1, visible) }, QueryRun::decode(b)]);
+        }
+    });
+}
+
+/// Runs of new tokens, also twice of one sequence.
+fn appends(call: impl Fn(&[TokenRun])) {
+    pairs(|a, b| {
+        call(&[TokenRun::chunk(a, b)]);
+        call(&[TokenRun::chunk(0, a), TokenRun::chunk(1, b)]);
+        call(&[TokenRun::chunk(0, a), TokenRun::decode(0)]);
+    });
 }
 
 /// Makes a cache by a recipe, and decodes a token.
@@ -127,6 +156,12 @@ fn one_layer() -> Vec<Call> {
         });
         "cache::KvCache::pack_windows" => sizes(|a| done(block_on(cache().pack_windows(a))));
         "cache::KvCache::set_centre" => sizes(|a| done(block_on(cache().set_centre(a, &rows()))));
+        "cache::KvCache::plan" => runs(|runs| done(cache().plan(runs)));
+        "cache::KvCache::attend_runs" => runs(|runs| {
+            done(block_on(cache().attend_runs(runs, &query(), ElementType::F32)).is_ok());
+        });
+        "cache::KvCache::attend_into" => runs(|runs| done(block_on(cache().attend_into(runs, &query(), &mut query()))));
+        "cache::KvCache::attend_states" => runs(|runs| done(block_on(cache().attend_states(runs, &query())).is_ok()));
         "cache::KvCache::clear" => sizes(|a| done(cache().clear(a)));
         "cache::KvCache::fork" => pairs(|a, b| done(cache().fork(a, b)));
         "cache::KvCache::truncate" => pairs(|a, b| done(cache().truncate(a, b)));
@@ -152,6 +187,16 @@ fn one_layer() -> Vec<Call> {
 fn models() -> Vec<Call> {
     calls! {
         "cache::ModelCache::new" => sizes(|a| done(ModelCache::new(&Cpu::new(), &[(shape(), Recipe::f16())], a).is_ok()));
+        "cache::ModelCache::observe" => policies().into_iter().for_each(|policy| {
+            done(model().observe(policy, Spans::new(3, &[]).unwrap()).is_ok());
+        });
+        "cache::ObservedPrompt::decide_by" => policies().into_iter().for_each(|policy| {
+            done(observed(&model()).decide_by(policy));
+        });
+        "cache::ModelCache::reserve" => pairs(|pages, spans| {
+            done(block_on(model().reserve(&[StoreRoom { pages, spans }])));
+            done(block_on(model().reserve(&[StoreRoom::default(), StoreRoom { pages, spans }])));
+        });
         "cache::ModelCache::compress" => sizes(|a| {
             let mut cache = model();
             let prompt = observed(&cache);
@@ -202,6 +247,13 @@ fn steps() -> Vec<Call> {
             done(model().begin_prefill(a, tokens, &[]));
             if let Ok(range) = TokenRange::new(0, tokens) {
                 done(model().begin_prefill(a, tokens, &[PromptSpan::packed(range)]));
+            }
+        });
+        "cache::ModelCache::begin_append" => appends(|runs| done(model().begin_append(runs)));
+        "cache::ModelCache::reserve_for_append" => appends(|runs| {
+            let mut cache = model();
+            if block_on(cache.reserve_for_append(runs)).is_ok() {
+                done(cache.begin_append(runs));
             }
         });
         "cache::ModelCache::write_layout" => sizes(|a| done(model().write_layout(a).is_ok()));

@@ -9,14 +9,14 @@ use kvpack::cpu::{
     dequantize, first_non_finite, hadamard, key_mean, plain_attention, quantize, reorder_chunks, scores, token_scores,
     top_k,
 };
-use kvpack::format::{CodeRange, Direction, KeyOrValue, Rotation};
+use kvpack::format::{Calibration, CodeRange, Direction, KeyOrValue, Rotation};
 use kvpack::plan::{Elements, Page, QueryLayout, QueryRun, RowLayout, Rows, Split, TokenRange, TokenWrite, Work};
 use kvpack::policy::{Policy, QueryPositions, Spans};
 use kvpack::{Bits, SegmentFormat};
 use pollster::block_on;
 
-use crate::plan_calls::plan;
-use crate::{Call, calls, done, floats, pairs, shape, sizes, triples, words};
+use crate::plan_calls::{calibrated_plan, plan};
+use crate::{Call, calls, done, few_triples, floats, pairs, shape, sizes, triples, words};
 
 /// Rows of 3 tokens.
 const ROWS: [f32; 3 * 2 * 64] = [0.5; 3 * 2 * 64];
@@ -24,14 +24,6 @@ const ROWS: [f32; 3 * 2 * 64] = [0.5; 3 * 2 * 64];
 fn layouts(call: impl Fn(RowLayout)) {
     few_triples(|tokens, token_stride, head_stride| call(RowLayout { tokens, token_stride, head_stride }));
     call(RowLayout::token_major(3, &shape()));
-}
-
-/// Every three of the sizes that tell cases apart: none, one, a row, 32 bits and 64.
-fn few_triples(call: impl Fn(usize, usize, usize)) {
-    const FEW: [usize; 6] = [0, 1, 64, 1 << 32, usize::MAX / 2 + 1, usize::MAX];
-    for a in FEW {
-        FEW.into_iter().for_each(|b| FEW.into_iter().for_each(|c| call(a, b, c)));
-    }
 }
 
 /// Stores of one page.
@@ -104,8 +96,8 @@ fn kernels() -> Vec<Call> {
         "cpu::SegmentScores::of_query" => pairs(|query, head| {
             let mut store = CpuStore::new(shape(), SegmentFormat::F16).unwrap();
             store.add_shard(3).unwrap();
-            let work = Work::new(&plan(&[QueryRun::decode(0)]).unwrap(), Split { target_items: 4, tile_step: 1, max_tiles: 2 }, 1);
-            let work = work.unwrap();
+            let plan = calibrated_plan(&[QueryRun::decode(0)], Some(Calibration::IDENTITY)).unwrap();
+            let work = Work::new(&plan, Split { target_items: 4, tile_step: 1, max_tiles: 2 }, 1).unwrap();
             let found = scores(&work.segments()[0], &store, Elements::F32(&[0.5; 256])).unwrap();
             done(found.of_query(&work.segments()[0], query, head));
         });
@@ -236,9 +228,9 @@ fn filled(make: impl Fn(FilledStores<Cpu>) -> FilledStores<Cpu>, tokens: usize) 
     let stores = || make(FilledStores::new(&Cpu::new(), shape(), &[SegmentFormat::F16]).unwrap());
     let span = NewSpan { store: 0, sequence: 0, start: 0, tokens };
     done(block_on(stores().place(&Cpu::new(), &[span])));
-    triples(|store, sequence, tokens| {
-        done(block_on(
-            stores().place(&Cpu::new(), &[NewSpan { store: store.min(1), sequence, start: tokens, tokens }]),
-        ));
-    });
+    for (store, sequence) in [(0, 0), (0, usize::MAX), (1, 0), (usize::MAX, 0)] {
+        sizes(|tokens| {
+            done(block_on(stores().place(&Cpu::new(), &[NewSpan { store, sequence, start: tokens, tokens }])))
+        });
+    }
 }

@@ -24,7 +24,8 @@ fn formats() -> Vec<TensorFormat> {
     formats
 }
 
-fn each(call: impl Fn(&TensorFormat)) {
+/// Calls with formats of every kind, also ones that no shape has.
+pub fn each_format(call: impl Fn(&TensorFormat)) {
     formats().iter().for_each(call);
 }
 
@@ -72,10 +73,10 @@ fn codes() -> Vec<Call> {
             assert!(Codebook::of_format(Bits::Four, 64).unwrap().encode(x, y) < 16);
         }));
         "format::Codebook::decode" => words(|w| floats(|x| done(Codebook::of_format(Bits::Four, 64).unwrap().decode(w, x))));
-        "format::tile_from_codes" => sizes(|a| each(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        "format::tile_from_codes" => sizes(|a| each_format(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
             done(msb_bytes::tile_from_codes(which, format, a, &[3; 128]));
         }));
-        "format::codes_from_tile" => pairs(|a, b| each(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        "format::codes_from_tile" => pairs(|a, b| each_format(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
             done(msb_bytes::codes_from_tile(which, format, a, &[3; 512], b));
         }));
         "format::quantize_row" => rotations(|rotation| floats(|x| {
@@ -96,13 +97,17 @@ fn rotated() -> Vec<Call> {
         "format::Rotation::largest_order" => sizes(|a| done(Rotation::largest_order(a)));
         "format::Rotation::dealt_blocks" => sizes(|a| rotations(|rotation| done(rotation.dealt_blocks(a))));
         "format::Rotation::flips" => words(|w| rotations(|rotation| done(rotation.flips(w))));
+        "format::AffineFormat::new" => sizes(|a| for grouping in [Grouping::ChannelTokens(a), Grouping::TokenChannels(a)] {
+            let tensor = TensorFormat::Affine(AffineFormat::new(Bits::Three, grouping));
+            done(SegmentFormat { key: tensor, value: tensor }.check(&shape()));
+        });
         "format::AffineFormat::rotated" => rotations(|rotation| affine().iter().for_each(|format| {
             let tensor = TensorFormat::Affine(format.rotated(rotation));
             done(SegmentFormat { key: tensor, value: tensor }.check(&shape()));
         }));
         "format::AttentionShape::new" => triples(|a, b, c| {
             if let Ok(shape) = AttentionShape::new(a, b, c) {
-                each(|&format| done(SegmentFormat { key: format, value: format }.page_bytes(&shape)));
+                each_format(|&format| done(SegmentFormat { key: format, value: format }.page_bytes(&shape)));
             }
         });
         "format::Sketch::rotations" => pairs(|a, b| done(Sketch { seed: u32::MAX }.rotations(a, b).count()));
@@ -128,31 +133,32 @@ fn rotated() -> Vec<Call> {
 
 fn tiles() -> Vec<Call> {
     calls! {
-        "format::TensorFormat::ranges_per_tile" => sizes(|a| each(|format| done(format.ranges_per_tile(a))));
-        "format::TensorFormat::largest_element" => sizes(|a| each(|format| done(format.largest_element(a))));
-        "format::TensorFormat::range_index" => triples(|a, b, c| each(|format| done(format.range_index(a, b, c))));
+        "format::TensorFormat::ranges_per_tile" => sizes(|a| each_format(|format| done(format.ranges_per_tile(a))));
+        "format::TensorFormat::largest_element" => sizes(|a| each_format(|format| done(format.largest_element(a))));
+        "format::TensorFormat::range_index" => triples(|a, b, c| each_format(|format| done(format.range_index(a, b, c))));
         "format::Field::within" => sizes(|a| words(|w| done(Field::within(a, w, 8))));
         "format::Field::set" => words(|w| {
             let mut tile = [0; 4];
             Field::within(3, 24, 8).set(&mut tile, w);
             assert_eq!(Field::within(3, 24, 8).get(&tile), w & 0xff);
         });
-        "format::TileLayout::new" => sizes(|a| each(|format| done(TileLayout::new(format, a))));
-        "format::TileLayout::key_field" => pairs(|a, b| each(|format| for head_dim in HEAD_DIMS {
+        "format::TileLayout::new" => sizes(|a| each_format(|format| done(TileLayout::new(format, a))));
+        "format::TileLayout::key_field" => pairs(|a, b| each_format(|format| for head_dim in HEAD_DIMS {
             done(TileLayout::new(format, head_dim).unwrap().key_field(a, b));
         }));
-        "format::TileLayout::value_field" => pairs(|a, b| each(|format| for head_dim in HEAD_DIMS {
+        "format::TileLayout::value_field" => pairs(|a, b| each_format(|format| for head_dim in HEAD_DIMS {
             done(TileLayout::new(format, head_dim).unwrap().value_field(a, b));
         }));
-        "format::TileOrder::field" => triples(|a, b, c| each(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        "format::TileOrder::field" => triples(|a, b, c| each_format(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
             done(TileOrder::DotProduct.field(which, format, a, b, c));
             done(TileOrder::MmaFragment.field(which, format, a, b, c));
         }));
-        "format::TileOrder::tile_words" => sizes(|a| each(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
+        "format::TileOrder::tile_words" => sizes(|a| each_format(|format| for which in [KeyOrValue::Key, KeyOrValue::Value] {
             done(TileOrder::DotProduct.tile_words(which, format, a));
             done(TileOrder::MmaFragment.tile_words(which, format, a));
         }));
-        "format::TileOrder::convert" => sizes(|a| each(|format| {
+        "format::TileOrder::flip" => each_format(|format| done(TileOrder::MmaFragment.flip(KeyOrValue::Key, format)));
+        "format::TileOrder::convert" => sizes(|a| each_format(|format| {
             done(TileOrder::MmaFragment.convert(TileOrder::DotProduct, KeyOrValue::Key, format, a, &[1; 1024]));
         }));
     }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::public_functions::sources;
+use crate::public_functions::{code, sources};
 
 /// Where numbers are cut, and why nothing is lost there.
 const REASONED: &[(&str, &str)] = &[
@@ -34,7 +34,6 @@ const NARROW: [&str; 6] = ["u8", "u16", "u32", "i8", "i16", "i32"];
 fn nothing_is_cut_without_a_reason() {
     let mut cut = Vec::new();
     for (path, text) in sources(Path::new("")) {
-        let text = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default();
         let narrows = |line: &&str| {
             let code = line.split("//").next().unwrap_or_default();
             code.match_indices(" as ").any(|(at, _)| {
@@ -43,7 +42,7 @@ fn nothing_is_cut_without_a_reason() {
                 NARROW.contains(&&rest[..end])
             })
         };
-        for line in text.lines().filter(narrows) {
+        for line in code(&text).lines().filter(narrows) {
             if !REASONED.iter().any(|(prefix, _)| path.starts_with(prefix)) {
                 cut.push(format!("{path}: {}", line.trim()));
             }

@@ -2,19 +2,25 @@
 
 use kvpack::SegmentFormat;
 use kvpack::cpu::CpuIndices;
+use kvpack::format::Calibration;
 use kvpack::plan::{
-    AttendPlan, ElementType, Elements, IndexShape, LayerAttention, Page, PageAllocator, PlannedRun, PlannedSpan,
-    QueryLayout, QueryRun, RowLayout, Rows, Scoring, SpanView, Split, StoreCapacity, StoreView, TokenIndices,
-    TokenRange, TreeMask, Visible, WindowCapacity, Work, WriteLayout,
+    AttendPlan, Dispatch, ElementType, Elements, IndexShape, LayerAttention, Page, PageAllocator, PlannedRun,
+    PlannedSpan, QueryLayout, QueryRun, RowLayout, Rows, Scoring, SpanView, Split, StoreCapacity, StoreView,
+    TableSection, TokenIndices, TokenRange, TreeMask, Visible, WindowCapacity, Work, WriteLayout, WriteTable,
 };
 
 use crate::{Call, calls, done, floats, pairs, shape, sizes, triples, words};
 
 /// A plan over one sequence of 300 tokens in f16.
 pub fn plan(runs: &[QueryRun]) -> kvpack::Result<AttendPlan> {
+    calibrated_plan(runs, None)
+}
+
+/// The same over scores that are calibrated.
+pub fn calibrated_plan(runs: &[QueryRun], calibration: Option<Calibration>) -> kvpack::Result<AttendPlan> {
     let pages = [0, 1, 2].map(|index| Page { shard: 0, index });
     let span = SpanView { sequence: 0, start: 0, tokens: 300, pages: &pages, range_slot: 0, gathered: None };
-    AttendPlan::new(shape(), runs, &[StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] }])
+    AttendPlan::new(shape(), runs, &[StoreView { format: SegmentFormat::F16, calibration, spans: vec![span] }])
 }
 
 /// Every run of plans that see in every way, and a span that it sees.
@@ -42,6 +48,24 @@ fn scored(scoring: kvpack::Result<Scoring>) {
 
 fn layouts(call: impl Fn(RowLayout)) {
     triples(|tokens, token_stride, head_stride| call(RowLayout { tokens, token_stride, head_stride }));
+}
+
+fn pages(call: impl Fn(Page)) {
+    words(|shard| words(|index| call(Page { shard, index })));
+}
+
+/// Parts of tables of any number of stores.
+fn sections(call: impl Fn(TableSection)) {
+    let of = [TableSection::Copies, TableSection::Centres, TableSection::Tokens, TableSection::Windows];
+    sizes(|a| of.into_iter().for_each(|section| call(section(a))));
+}
+
+/// A table of steps of one store.
+fn table() -> WriteTable {
+    let (format, shard_pages) = (SegmentFormat::F16, vec![3]);
+    let store =
+        StoreCapacity { format, shard_pages, range_slots: 1, tokens: 2, copies: 1, centres: 0, centre_slots: 0 };
+    WriteTable::new(&std::sync::Arc::new(WriteLayout::new(shape(), 3, vec![store], vec![]).unwrap()))
 }
 
 pub fn calls() -> Vec<Call> {
@@ -103,6 +127,34 @@ fn plans() -> Vec<Call> {
         "plan::TreeMask::sees" => pairs(|a, b| done(TreeMask::from_parents(&[None, Some(0)]).unwrap().sees(a, b)));
         "plan::Scoring::with_scale" => floats(|a| scored(Scoring::of(&shape()).with_scale(a)));
         "plan::Scoring::with_soft_cap" => floats(|a| scored(Scoring::of(&shape()).with_soft_cap(a)));
+        "plan::AttendPlan::new" => pairs(|sequence, tokens| words(|w| {
+            let pages = vec![Page { shard: w, index: w }; 3];
+            for (start, gathered) in [(0, None), (tokens, None), (0, Some(tokens)), (tokens, Some(sequence))] {
+                let span = SpanView { sequence, start, tokens, pages: &pages, range_slot: sequence, gathered };
+                let short = SpanView { tokens: 300, ..span };
+                for span in [span, short] {
+                    let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
+                    let end = QueryRun { end: Some(tokens), ..QueryRun::causal(sequence, 2) };
+                    done(AttendPlan::new(shape(), &[QueryRun::decode(sequence)], std::slice::from_ref(&store)));
+                    done(AttendPlan::new(shape(), &[end], &[store]));
+                }
+            }
+        }));
+        "plan::StorePart::pages_of" => pairs(|a, b| {
+            let plan = plan(&[QueryRun::decode(0)]).unwrap();
+            let part = &plan.segments()[0];
+            for (first_page, tokens) in [(a, b), (1, a), (a, 1)] {
+                let foreign = PlannedSpan { first_page, tokens, ..part.spans()[0] };
+                assert!(part.pages_of(&foreign).len() <= 3);
+            }
+        });
+        "plan::StoreWork::items_of" => pairs(|first_item, items| {
+            let plan = plan(&[QueryRun::decode(0)]).unwrap();
+            let work = Work::new(&plan, Split { target_items: 4, tile_step: 1, max_tiles: 2 }, 1).unwrap();
+            let part = &work.segments()[0];
+            let foreign = Dispatch { shard: u32::MAX, most_queries: items, masked: true, first_item, items };
+            assert!(part.items_of(&foreign).len() <= part.items().len());
+        });
         "plan::AttendPlan::check_elements" => sizes(|a| done(plan(&[QueryRun::decode(0)]).unwrap().check_elements("queries", a)));
         "plan::Work::new" => triples(|target_items, tile_step, max_tiles| {
             let plan = plan(&[QueryRun::causal(0, 3)]).unwrap();
@@ -142,6 +194,24 @@ fn plans() -> Vec<Call> {
             done(WriteLayout::new(shape(), b, stores(), vec![window]));
             done(WriteLayout::new(shape(), b, stores(), vec![WindowCapacity { from: a, to: b, ..window }]));
         });
+        "plan::PageAllocator::share" => pages(|page| {
+            let mut pages = PageAllocator::default();
+            pages.add_shard(3).unwrap();
+            pages.allocate(3).unwrap();
+            done(pages.share(&[page; 2]));
+        });
+        "plan::PageAllocator::release" => pages(|page| {
+            let mut pages = PageAllocator::default();
+            pages.add_shard(3).unwrap();
+            pages.allocate(3).unwrap();
+            done(pages.release(&[page; 2]));
+            done(pages.allocate(3));
+        });
+        "plan::WriteLayout::capacity" => sections(|section| {
+            done(WriteLayout::new(shape(), 3, vec![], vec![]).unwrap().capacity(section));
+        });
+        "plan::WriteTable::count" => sections(|section| done(table().count(section)));
+        "plan::WriteTable::entries" => sections(|section| done(table().entries(section).count()));
         "plan::WriteLayout::largest_element" => {
             let layout = WriteLayout::new(shape(), 3, vec![], vec![]).unwrap();
             done(layout.sections().count());

@@ -2,13 +2,14 @@
 
 use kvpack::plan::TokenRange;
 use kvpack::policy::{
-    BudgetRule, ChunkSearch, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows, Merging, Policy,
-    Pool, Pooling, PyramidShape, QueryPositions, Recent, ScoreRule, Selection, Spans, TextRule, VlCacheLimits,
-    Weighing, check_order, check_ratio, check_widths, evicted, keep, normalize_by_visibility, pyramid_budgets,
-    recent_and_best, sink_and_recent, text_prior, top_k, uniform_budgets, vlcache_budgets,
+    BudgetRule, ChunkSearch, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows, Merge, Merging,
+    Nearest, Policy, Pool, Pooling, PyramidShape, QueryPositions, Recent, ScoreRule, Selection, Spans, TextRule,
+    VlCacheLimits, Weighing, check_order, check_ratio, check_widths, chunk_search, evicted, keep, merge_plan,
+    normalize_by_visibility, pyramid_budgets, recent_and_best, sink_and_recent, text_prior, top_k, uniform_budgets,
+    vlcache_budgets,
 };
 
-use crate::{Call, calls, done, doubles, floats, pairs, sizes, triples, words};
+use crate::{Call, calls, done, doubles, few_triples, floats, pairs, sizes, triples, words};
 
 const SCORES: [f32; 6] = [0.5, f32::INFINITY, -0.0, f32::NEG_INFINITY, f32::MAX, 0.25];
 
@@ -25,7 +26,7 @@ fn statistics() -> Vec<LayerStatistics> {
 }
 
 /// Policies whose numbers nobody has checked.
-fn policies() -> Vec<Policy> {
+pub fn policies() -> Vec<Policy> {
     let mut policies = vec![Policy::h2o(0.5).unwrap(), Policy::vlcache(0.5).unwrap(), Policy::lookm(0.5).unwrap()];
     let base = policies[0].clone();
     sizes_of(|size| {
@@ -69,7 +70,7 @@ fn numbers() -> Vec<Call> {
     calls! {
         "policy::check_ratio" => doubles(|x| done(check_ratio("share", x)));
         "policy::uniform_budgets" => pairs(|a, b| doubles(|x| done(uniform_budgets(a, b, x))));
-        "policy::pyramid_budgets" => pairs(|a, b| triples(|capacity, recent, beta| {
+        "policy::pyramid_budgets" => pairs(|a, b| few_triples(|capacity, recent, beta| {
             done(pyramid_budgets(a, b, PyramidShape { capacity, recent, beta }));
         }));
         "policy::vlcache_budgets" => pairs(|a, mandatory| doubles(|x| doubles(|y| {
@@ -136,6 +137,16 @@ fn tokens() -> Vec<Call> {
         "policy::LayerSelection::new" => sizes(|a| words(|w| {
             done(LayerSelection::new(a, vec![]));
             done(LayerSelection::new(a, vec![vec![0, w]; 2]));
+        }));
+        "policy::LayerSelection::with_merges" => words(|from| words(|into| floats(|weight| {
+            done(LayerSelection::all(3, 2).unwrap().with_merges(vec![vec![Merge { from, into, weight }]; 2]));
+        })));
+        "policy::merge_plan" => words(|kept| floats(|similarity| {
+            done(merge_plan(&[0, 2], &[1], &[Nearest { kept, similarity }], Merging::Weighted));
+        }));
+        "policy::chunk_search" => doubles(|alpha| doubles(|beta| for x in crate::FLOATS {
+            done(chunk_search(&[0.5, x, -0.25], ChunkSearch { alpha, beta }));
+            done(chunk_search(&[], ChunkSearch { alpha, beta }));
         }));
         "policy::LayerSelection::all" => pairs(|a, b| done(LayerSelection::all(a, b)));
         "policy::LayerSelection::kept" => sizes(|a| done(LayerSelection::all(3, 2).unwrap().kept(a)));

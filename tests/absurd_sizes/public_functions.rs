@@ -6,47 +6,69 @@ use std::path::Path;
 /// The rooms whose functions need no device.
 const ROOMS: [&str; 6] = ["backend", "cache", "cpu", "format", "plan", "policy"];
 
-/// Types of parameters that are numbers, or hold numbers that a caller sets without a check.
-const NUMBERS: &[&str] = &[
-    "usize",
-    "u64",
-    "u32",
-    "i64",
-    "i32",
-    "u8",
-    "f32",
-    "f64",
-    "RowLayout",
-    "NewSpan",
-    "Page",
-    "Split",
-    "TokenRun",
-    "QueryRun",
-    "PyramidShape",
-    "VlCacheLimits",
-    "StoreRoom",
-    "StoreCapacity",
-    "SpanView",
-    "TokenWrite",
-    "WindowMove",
-    "NewCentre",
-    "SpanWrite",
-    "SpanRead",
-    "QueryLayout",
-    "CoordinateDensity",
-    "Rotation",
-    "Appended",
-    "MeasuredRows",
-    "Recent",
-];
+/// Types of numbers.
+const NUMBERS: [&str; 9] = ["usize", "u64", "u32", "i64", "i32", "u8", "u16", "f32", "f64"];
+
+/// Types that hold numbers that a caller chooses, through functions that check little.
+const HOLDERS: [&str; 4] = ["Rotation", "TokenRun", "QueryRun", "CoordinateDensity"];
 
 /// Their names: room, type and function.
 pub fn with_numbers() -> BTreeSet<String> {
+    let files = ROOMS.map(|room| sources(Path::new(room)));
+    let numbers = types_of_numbers(files.iter().flatten().map(|(_, text)| text.as_str()));
     let mut found = BTreeSet::new();
-    for room in ROOMS {
-        sources(Path::new(room)).iter().for_each(|(_, text)| of_file(room, text, &mut found));
+    for (room, files) in ROOMS.iter().zip(&files) {
+        files.iter().for_each(|(_, text)| of_file(room, text, &numbers, &mut found));
     }
     found
+}
+
+/// Numbers, and the public types that hold some which a caller sets without a check: all their fields are public.
+fn types_of_numbers<'a>(files: impl Iterator<Item = &'a str>) -> BTreeSet<String> {
+    let types: Vec<(String, String)> = files.flat_map(open_types).collect();
+    let mut numbers: BTreeSet<String> = NUMBERS.into_iter().chain(HOLDERS).map(str::to_owned).collect();
+    loop {
+        let holds_one = |(name, fields): &&(String, String)| !numbers.contains(name) && names_one(fields, &numbers);
+        let found: Vec<String> = types.iter().filter(holds_one).map(|(name, _)| name.clone()).collect();
+        if found.is_empty() {
+            return numbers;
+        }
+        numbers.extend(found);
+    }
+}
+
+/// The public types of a file whose fields are all public, and the types of their fields.
+fn open_types(text: &str) -> Vec<(String, String)> {
+    let mut types = Vec::new();
+    let mut lines = code(text).lines();
+    while let Some(line) = lines.next() {
+        let is_struct = line.starts_with("pub struct ");
+        let Some(rest) = line.strip_prefix("pub struct ").or_else(|| line.strip_prefix("pub enum ")) else { continue };
+        if !line.ends_with('{') {
+            continue;
+        }
+        let name = rest.split(|letter: char| !letter.is_alphanumeric()).next().unwrap_or_default();
+        let fields = lines.by_ref().take_while(|line| *line != "}").map(str::trim);
+        let fields: Vec<&str> = fields.filter(|line| !line.starts_with("//") && !line.starts_with('#')).collect();
+        let is_open = !is_struct || fields.iter().all(|field| field.starts_with("pub ") && !field.starts_with("pub("));
+        if is_open {
+            types.push((name.to_owned(), fields.iter().flat_map(|field| [field_type(field), " "]).collect()));
+        }
+    }
+    types
+}
+
+/// The type of a field, or all of a variant.
+fn field_type(field: &str) -> &str {
+    match field.strip_prefix("pub ").and_then(|field| field.split_once(": ")) {
+        Some((_, of)) => of,
+        None => field,
+    }
+}
+
+/// What comes before the tests of a file.
+pub fn code(text: &str) -> &str {
+    text.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default()
 }
 
 /// The files of a room, or of all, by their paths in `src`, and what they hold.
@@ -81,8 +103,8 @@ enum Place {
 }
 
 /// Reads a file that is formatted as rustfmt does: what is public begins its line.
-fn of_file(room: &str, text: &str, found: &mut BTreeSet<String>) {
-    let text = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default();
+fn of_file(room: &str, text: &str, numbers: &BTreeSet<String>, found: &mut BTreeSet<String>) {
+    let text = code(text);
     let mut place = Place::Alone;
     let mut lines = text.lines().peekable();
     while let Some(line) = lines.next() {
@@ -103,7 +125,7 @@ fn of_file(room: &str, text: &str, found: &mut BTreeSet<String>) {
             {
                 signature += next;
             }
-            if takes_numbers(&signature) {
+            if takes_numbers(&signature, numbers) {
                 let of = match &place {
                     Place::Trait(name) | Place::Impl(name) => format!("{name}::"),
                     Place::Alone | Place::Elsewhere => String::new(),
@@ -156,8 +178,8 @@ fn function<'a>(line: &'a str, place: &Place) -> Option<(&'a str, &'a str)> {
     Some((&rest[..end], rest))
 }
 
-/// Whether a parameter is a number, or holds one; elements of slices and vectors, which have a length, are none.
-fn takes_numbers(signature: &str) -> bool {
+/// Whether a parameter is a number, or holds one.
+fn takes_numbers(signature: &str, numbers: &BTreeSet<String>) -> bool {
     let from = signature.find('(').unwrap_or(0);
     let mut depth = 0usize;
     let to = signature[from..].char_indices().find(|&(_, letter)| {
@@ -169,20 +191,25 @@ fn takes_numbers(signature: &str) -> bool {
         depth == 0
     });
     let parameters = &signature[from..from + to.map_or(signature.len() - from, |(at, _)| at)];
-    let mut plain = String::new();
-    let (mut brackets, mut skipped) = (0usize, 0usize);
-    for part in parameters.split_inclusive(['[', ']', '<', '>']) {
-        if brackets + skipped == 0 {
-            plain += part;
+    names_one(parameters, numbers)
+}
+
+/// Whether types hold a number. Numbers that are elements of slices and vectors, which have a length, are none.
+fn names_one(types: &str, numbers: &BTreeSet<String>) -> bool {
+    let (mut brackets, mut vectors) = (0usize, 0usize);
+    for part in types.split_inclusive(['[', ']', '<', '>']) {
+        let is_element = brackets + vectors > 0;
+        let mut words = part.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
+        if words.any(|word| numbers.contains(word) && !(is_element && NUMBERS.contains(&word))) {
+            return true;
         }
         match part.chars().next_back() {
             Some('[') => brackets += 1,
             Some(']') => brackets = brackets.saturating_sub(1),
-            Some('<') if skipped > 0 || part.ends_with("Vec<") => skipped += 1,
-            Some('>') => skipped = skipped.saturating_sub(1),
+            Some('<') if vectors > 0 || part.ends_with("Vec<") => vectors += 1,
+            Some('>') => vectors = vectors.saturating_sub(1),
             _ => {}
         }
     }
-    let words = plain.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
-    words.filter(|word| !word.is_empty()).any(|word| NUMBERS.contains(&word))
+    false
 }
