@@ -34,6 +34,7 @@ pub use select::{
 
 /// Every kernel variant that plans of this module use, for tests that translate them all. Variants that differ only in
 /// numbers appear once.
+#[doc(hidden)]
 pub fn variants() -> Vec<Variant> {
     [pack::variants(), attend::variants(), measure::variants(), select::variants()].concat()
 }
