@@ -163,6 +163,24 @@ fn models_that_cannot_run_are_errors() {
 }
 
 #[test]
+fn bench_times_prompts_that_it_checked() {
+    let bench = json(&["bench", "--backend", "cpu", "--suite", "prefill", "--format", "saw-int4", "--json"]);
+    let rows = bench["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 6, "three batches in f16 and in a packed format");
+    for row in rows {
+        assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["tflops"].as_f64() > Some(0.0), "{row}");
+        let us = row["wall_us"].as_f64().unwrap();
+        assert!(row["low_us"].as_f64().unwrap() <= us && us <= row["high_us"].as_f64().unwrap(), "{row}");
+    }
+    let unknown = kvpack(&["bench", "--backend", "cpu", "--suite", "prefill", "--format", "saw-int5"]);
+    assert!(
+        unknown.code == 2 && unknown.err.contains("did you mean") && unknown.err.contains("saw-int4"),
+        "{}",
+        unknown.err
+    );
+}
+
+#[test]
 fn bench_takes_a_dump() {
     let bench = json(&[
         "bench",
