@@ -38,6 +38,7 @@ fn check_passes_on_the_cpu() {
     let run = kvpack(&["check", "--backend", "cpu", "--quick", "--filter", "format-"]);
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     assert!(run.out.contains("format-1bit ") && run.out.contains(" 0 failed"), "{}", run.out);
+    assert!(run.out.contains("  calibquant:4: 4-bit per channel\n") && run.out.contains("  f16\n"), "{}", run.out);
     // Several at once come in the order of one after the other.
     let names = |run: &common::Run| {
         let rows = run.out.lines().filter(|line| line.starts_with("ok "));
