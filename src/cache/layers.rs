@@ -325,6 +325,14 @@ impl<B: Backend> LayerGroup<B> {
         Ok(())
     }
 
+    /// Packs the windows of a change in every layer. Nothing runs if none is due.
+    pub(super) fn write_windows(&mut self, change: &Change<B::Indices>) -> Result<()> {
+        if change.writes.is_empty() {
+            return Ok(());
+        }
+        (0..self.layers()).try_for_each(|layer| self.write_step(layer, None))
+    }
+
     /// Writes the open step to one layer. Without keys and values it only packs windows.
     pub(super) fn write_step(&mut self, layer: usize, new: Option<NewTokens<'_, B::Tensor>>) -> Result<()> {
         let Self { backend, layers, flags, table, numbers, .. } = self;

@@ -23,6 +23,7 @@ mod compress;
 mod decided;
 mod evictions;
 mod kv_cache;
+mod kv_room;
 mod layer_reads;
 mod layers;
 mod memory;

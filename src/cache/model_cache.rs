@@ -7,10 +7,9 @@ use super::budget::Budget;
 use super::change::Change;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
-use super::reserve::Asked;
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, TokenRun};
-use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep, StepKind, StoredLayers};
+use crate::backend::{AttentionStates, Backend, OpenStep, StepKind, StoredLayers};
 use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout};
 use crate::{Error, Result};
@@ -334,51 +333,6 @@ impl<B: Backend> ModelCache<B> {
         if let Some(step) = self.step.take() {
             self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.page_tables.abandon(change));
         }
-    }
-
-    /// Packs every full tile of a sequence's appended tokens that is due, in all layers. Call it after chunks, once
-    /// their queries have attended. Steps of decoded tokens do this themselves.
-    ///
-    /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::NoRoom`]
-    /// or [`Error::OutOfMemory`] when the packed tiles do not fit. The cache is as it was.
-    pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
-        self.check_no_step()?;
-        let needed = self.room_of_groups(|group| group.page_tables.room_for_windows(sequence))?;
-        self.reserve_room(&needed, Asked::OnTheWay).await?;
-        let mut changes = Vec::with_capacity(self.groups.len());
-        let mut written = Ok(());
-        for group in &mut self.groups {
-            written = group.open_windows(sequence).and_then(|change| {
-                changes.push(change);
-                (0..group.layers()).try_for_each(|layer| group.write_step(layer, None))
-            });
-            if written.is_err() {
-                break;
-            }
-        }
-        for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
-        }
-        written
-    }
-
-    /// Keys and values of appended tokens that could not be stored exactly, over all steps since
-    /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits
-    /// for the device.
-    ///
-    /// # Errors
-    /// [`Error::DeviceLost`].
-    pub async fn non_finite(&self) -> Result<Vec<FlaggedToken>> {
-        self.groups[0].read_flags().await
-    }
-
-    /// Clears the tokens that [`ModelCache::non_finite`] returns.
-    ///
-    /// # Errors
-    /// [`Error::DeviceLost`].
-    pub fn clear_non_finite(&mut self) -> Result<()> {
-        self.groups[0].clear_flags()
     }
 
     // --- parts -----------------------------------------------------------------------------------------------------

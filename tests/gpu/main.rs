@@ -14,6 +14,7 @@ mod mixture;
 mod model_step;
 mod non_finite_queries;
 mod query_runs;
+mod round_trips;
 mod select;
 mod serving;
 mod steps_ahead;
