@@ -272,6 +272,12 @@ impl<B: Backend> LayerGroup<B> {
         self.lay_out(change, 0)
     }
 
+    /// Opens a change that writes nothing, for a step that attends alone.
+    pub(super) fn open_attend(&mut self) -> Result<Change<B::Indices>> {
+        let change = Change::new(self.recipe());
+        self.lay_out(change, 0)
+    }
+
     fn lay_out(&mut self, change: Change<B::Indices>, tokens: usize) -> Result<Change<B::Indices>> {
         match self.table.set(&self.page_tables, &change.writes, tokens) {
             Ok(()) => Ok(change),

@@ -29,6 +29,7 @@ mod layers;
 mod memory;
 mod methods;
 mod mixture;
+mod model_attention;
 mod model_cache;
 mod model_room;
 mod model_sequences;

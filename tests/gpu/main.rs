@@ -17,6 +17,7 @@ mod query_runs;
 mod round_trips;
 mod select;
 mod serving;
+mod step_states;
 mod steps_ahead;
 #[cfg(target_os = "linux")]
 mod validation;
