@@ -116,9 +116,10 @@ fn rows_beyond_all_numbers() {
     ];
     let elements = vec![0.5; 4 * 2 * 64];
     let tensor = CpuTensor::F32(elements.clone());
+    let is_refused = |error: &Error| matches!(error, Error::Elements { .. } | Error::Plan { .. });
     for rows in wrapping {
         let refused = rows.check("rows", elements.len(), &shape());
-        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
 
         let mut store = CpuStore::new(shape(), SegmentFormat::F16).unwrap();
         store.add_shard(1).unwrap();
@@ -130,15 +131,36 @@ fn rows_beyond_all_numbers() {
             centre: None,
         };
         let elements = Elements::F32(&elements);
-        assert!(matches!(quantize(&mut store, elements, elements, write), Err(Error::Elements { .. })), "{rows:?}");
+        let refused = quantize(&mut store, elements, elements, write);
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
 
         let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
         let refused = block_on(cache.extend(0, rows, &tensor, &tensor));
-        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
         let refused = block_on(cache.prefill(0, rows, &tensor, &tensor, &[]));
-        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
         assert_eq!(cache.tokens(0).unwrap(), 0);
     }
+}
+
+/// Rows that overlap: more of them lie in few elements than a kernel gets through in a day.
+#[test]
+fn rows_that_overlap() {
+    let tensor = CpuTensor::F32(vec![0.5; 4 * 2 * 64]);
+    for token_stride in [0, 1, 63] {
+        let tokens = if token_stride == 0 { usize::MAX } else { (4 * 2 * 64 - 128) / token_stride };
+        let rows = RowLayout { tokens, token_stride, head_stride: 64 };
+        let refused = rows.check("rows", 4 * 2 * 64, &shape());
+        assert!(matches!(refused, Err(Error::Plan { .. })), "{rows:?}: {refused:?}");
+        let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
+        let refused = block_on(cache.extend(0, rows, &tensor, &tensor));
+        assert!(matches!(refused, Err(Error::Plan { .. })), "{rows:?}: {refused:?}");
+    }
+    // One row overlaps with none, and rows may touch.
+    let one = RowLayout { tokens: 1, token_stride: 0, head_stride: 64 };
+    assert_eq!(one.check("rows", 128, &shape()), Ok(()));
+    let heads_apart = RowLayout { tokens: 4, token_stride: 64, head_stride: 256 };
+    assert_eq!(heads_apart.check("rows", 512, &shape()), Ok(()));
 }
 
 #[test]

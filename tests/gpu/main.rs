@@ -7,6 +7,7 @@ mod any_backend;
 mod cache;
 mod cache_edges;
 mod compress;
+mod devices;
 mod gpu_device;
 mod in_bounds;
 mod kernels;

@@ -199,7 +199,7 @@ fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
     let run = kvpack(&["compare", &old, &new, "--out", compared.to_str().expect("UTF-8")]);
     assert_eq!(run.code, 0, "{}", run.err);
     let page = std::fs::read_to_string(&compared).expect("the compared page");
-    assert!(page.contains("<th>old</th><th>new</th>") && page.contains("<h1>old · new</h1>"), "{page}");
+    assert!(page.contains("<th>old</th><th>new</th>") && page.contains("<h1>kvpack: old and new</h1>"), "{page}");
     std::fs::remove_file(compared).expect("it was written");
     for extension in ["json", "html"] {
         std::fs::remove_file(files.with_extension(extension)).expect("it was written");

@@ -21,7 +21,7 @@ pub async fn adapters() -> Result<Vec<wgpu::Adapter>> {
         );
         return Err(Error::Adapter { reason });
     }
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+    let instance = instance(admitted);
     let mut adapters = instance.enumerate_adapters(admitted).await;
     adapters.sort_by_key(|adapter| rank(&adapter.get_info()));
     Ok(adapters)
@@ -64,6 +64,33 @@ pub async fn open_device(adapter: &wgpu::Adapter, requirements: Requirements) ->
     };
     let opened = adapter.request_device(&descriptor).await;
     opened.map_err(|error| Error::Adapter { reason: format!("could not open '{}': {error}", adapter.get_info().name) })
+}
+
+/// The instance of the process, made when it is asked for first.
+///
+/// An instance loads the drivers and, when its last adapter is gone, unloads them. A driver that is loaded and unloaded
+/// again and again leaks: NVIDIA's, on Linux, was not found any more after 23 devices. An instance whose interfaces are
+/// others than those of the last one, since `WGPU_BACKEND` has changed, takes its place.
+#[cfg(not(target_family = "wasm"))]
+fn instance(admitted: wgpu::Backends) -> wgpu::Instance {
+    use std::sync::{Mutex, PoisonError};
+
+    static INSTANCE: Mutex<Option<(wgpu::Backends, wgpu::Instance)>> = Mutex::new(None);
+    let mut instance = INSTANCE.lock().unwrap_or_else(PoisonError::into_inner);
+    match &*instance {
+        Some((backends, instance)) if *backends == admitted => instance.clone(),
+        _ => instance.insert((admitted, new_instance())).1.clone(),
+    }
+}
+
+/// A browser's instance loads nothing, and stays on its thread.
+#[cfg(target_family = "wasm")]
+fn instance(_admitted: wgpu::Backends) -> wgpu::Instance {
+    new_instance()
+}
+
+fn new_instance() -> wgpu::Instance {
+    wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env())
 }
 
 /// Lower is better.
