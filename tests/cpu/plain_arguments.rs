@@ -40,8 +40,7 @@ fn shapes_have_heads_that_can_be_counted() {
 #[test]
 fn a_head_that_is_padded_as_told_attends_as_it_is() {
     let (given, padded, tokens) = (112, 128, 30);
-    let told =
-        AttentionShape::new(1, 1, given).and_then(|shape| Ok(KvCache::new(Cpu::new(), shape, 1, Recipe::f16())?));
+    let told = AttentionShape::new(1, 1, given).and_then(|shape| KvCache::new(Cpu::new(), shape, 1, Recipe::f16()));
     let told = told.err().unwrap().to_string();
     assert!(told.contains("multiply the queries by √(that one / 112)"), "{told}");
 
@@ -148,7 +147,7 @@ fn rows_beyond_all_numbers() {
 fn rows_that_overlap() {
     let tensor = CpuTensor::F32(vec![0.5; 4 * 2 * 64]);
     for token_stride in [0, 1, 63] {
-        let tokens = if token_stride == 0 { usize::MAX } else { (4 * 2 * 64 - 128) / token_stride };
+        let tokens = (4 * 2 * 64 - 128usize).checked_div(token_stride).unwrap_or(usize::MAX);
         let rows = RowLayout { tokens, token_stride, head_stride: 64 };
         let refused = rows.check("rows", 4 * 2 * 64, &shape());
         assert!(matches!(refused, Err(Error::Plan { .. })), "{rows:?}: {refused:?}");

@@ -22,7 +22,8 @@ fn steps_see_what_they_are_told() {
     let mut random = Random::new(2);
     let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), Recipe::f16())], 2).unwrap();
     let mut single = KvCache::new(Cpu::new(), shape(), 2, Recipe::f16()).unwrap();
-    let image = |start: usize| QueryRun::new(0, 9, Visible::spans(&[start + 2..start + 6]));
+    let spans = |start: usize| Visible::spans(std::slice::from_ref(&(start + 2..start + 6)));
+    let image = |start: usize| QueryRun::new(0, 9, spans(start));
     for (runs, queries) in [
         (vec![TokenRun::chunk(0, 150)], vec![QueryRun::new(0, 150, Visible::All)]),
         (vec![TokenRun::chunk(0, 9), TokenRun::chunk(1, 4)], vec![image(150), QueryRun::causal(1, 4)]),

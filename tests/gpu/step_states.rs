@@ -113,7 +113,7 @@ fn steps_return_log_sum_exps() {
             engine.append(&runs, &queries, &format!("{recipe}, step {step}"));
         }
         let start = engine.cache.length(1).unwrap();
-        let image = Visible::spans(&[start + 2..start + 7]);
+        let image = Visible::spans(std::slice::from_ref(&(start + 2..start + 7)));
         engine.append(&[TokenRun::chunk(1, 9)], &[QueryRun::new(1, 9, image)], &format!("{recipe}, an image"));
     }
 }
