@@ -24,7 +24,10 @@ pub enum Error {
     },
 
     /// No kernel supports this head dimension.
-    #[error("head_dim {given} has no kernel; supported are {HEAD_DIMS:?}. Pad the head to the next one with zeros")]
+    #[error(
+        "head_dim {given} has no kernel; supported are {HEAD_DIMS:?}. Pad the keys, values and queries of a head to the \
+         next one with zeros, and multiply the queries by √(that one / {given}), since scores are divided by its root"
+    )]
     HeadDim {
         /// The head dimension given.
         given: usize,

@@ -107,8 +107,8 @@ pub trait Forward {
         self.inner().reserve_centres(store, slots)
     }
 
-    fn read_span(&self, store: &Store<Self>, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>> {
-        self.inner().read_span(store, place)
+    fn read_spans(&self, places: &[(&Store<Self>, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>> {
+        self.inner().read_spans(places)
     }
 
     fn write_span(&self, store: &mut Store<Self>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

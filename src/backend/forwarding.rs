@@ -77,8 +77,8 @@ impl<F: Forward> Storage for Forwarding<F> {
         self.0.reserve_centres(store, slots)
     }
 
-    fn read_span(&self, store: &Store<F>, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>> {
-        self.0.read_span(store, place)
+    fn read_spans(&self, places: &[(&Store<F>, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>> {
+        self.0.read_spans(places)
     }
 
     fn write_span(&self, store: &mut Store<F>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

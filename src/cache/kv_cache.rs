@@ -8,12 +8,11 @@ use super::change::Change;
 use super::layer_reads::StoredSpan;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
-use super::reserve::{Asked, reserve};
+use super::reserve::Asked;
 use super::step::NewTokens;
-use super::{CacheMemory, PromptSpan, Recipe, SequencePages, SpanPositions, StoreId, StoreRoom, TokenRun};
+use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken};
-use crate::counts::TokenCount;
-use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, Split, TokenRange};
 use crate::{Error, Result};
 
@@ -74,17 +73,6 @@ impl<B: Backend> KvCache<B> {
         Ok(Self { group: LayerGroup::new(backend, shape, recipe, sequences, members)?, budget: Budget::default() })
     }
 
-    /// The same with a budget that every call keeps. What is allocated already counts.
-    #[must_use]
-    pub fn with_budget(self, budget: Budget) -> Self {
-        Self { budget, ..self }
-    }
-
-    /// The budget.
-    pub const fn budget(&self) -> Budget {
-        self.budget
-    }
-
     /// The backend.
     pub fn backend(&self) -> &B {
         &self.group.backend
@@ -138,37 +126,6 @@ impl<B: Backend> KvCache<B> {
     /// The exact number of bytes held.
     pub fn memory(&self) -> CacheMemory {
         self.group.memory()
-    }
-
-    /// Reserves room for one more span of `tokens` tokens, so that storing them allocates nothing on the device.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when there is no such store, [`Error::Limit`] for more tokens than a sequence may have,
-    /// [`Error::NoRoom`] when the budget has no room for them, [`Error::OutOfMemory`]. The cache is as it was.
-    pub async fn reserve(&mut self, store: StoreId, tokens: usize) -> Result<()> {
-        TokenCount::new(tokens)?;
-        let mut needed = vec![StoreRoom::default(); self.recipe().stores().len()];
-        needed[self.recipe().resolve(store)?.index()] = StoreRoom { pages: tokens.div_ceil(TILE_TOKENS), spans: 1 };
-        self.reserve_room(needed, Asked::ForItself).await
-    }
-
-    async fn reserve_room(&mut self, needed: Vec<StoreRoom>, asked: Asked) -> Result<()> {
-        reserve(std::slice::from_mut(&mut self.group), &[needed], self.budget, asked).await
-    }
-
-    /// Gives memory back that nothing lies in: the newest shards of every store. Returns the bytes.
-    pub fn trim(&mut self) -> u64 {
-        let before = self.memory().allocated_bytes();
-        self.group.trim();
-        before - self.memory().allocated_bytes()
-    }
-
-    /// Pages of a sequence, by store.
-    ///
-    /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence.
-    pub fn pages_of(&self, sequence: usize) -> Result<Vec<SequencePages>> {
-        self.group.page_tables.pages_of(sequence)
     }
 
     /// Stores the keys and values of a prompt, or of a further part of one, at the end of a sequence.
@@ -305,7 +262,7 @@ impl<B: Backend> KvCache<B> {
         let needed = self.group.page_tables.room_for_windows(sequence)?;
         self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.open_windows(sequence)?;
-        let written = self.group.write_step(LAYER, None);
+        let written = self.group.write_windows(&change);
         self.group.close(change, written)
     }
 

@@ -272,6 +272,12 @@ impl<B: Backend> LayerGroup<B> {
         self.lay_out(change, 0)
     }
 
+    /// Opens a change that writes nothing, for a step that attends alone.
+    pub(super) fn open_attend(&mut self) -> Result<Change<B::Indices>> {
+        let change = Change::new(self.recipe());
+        self.lay_out(change, 0)
+    }
+
     fn lay_out(&mut self, change: Change<B::Indices>, tokens: usize) -> Result<Change<B::Indices>> {
         match self.table.set(&self.page_tables, &change.writes, tokens) {
             Ok(()) => Ok(change),
@@ -323,6 +329,14 @@ impl<B: Backend> LayerGroup<B> {
             layers[layer].iter_mut().try_for_each(|of| backend.key_mean(&mut of.store, keys, new))?;
         }
         Ok(())
+    }
+
+    /// Packs the windows of a change in every layer. Nothing runs if none is due.
+    pub(super) fn write_windows(&mut self, change: &Change<B::Indices>) -> Result<()> {
+        if change.writes.is_empty() {
+            return Ok(());
+        }
+        (0..self.layers()).try_for_each(|layer| self.write_step(layer, None))
     }
 
     /// Writes the open step to one layer. Without keys and values it only packs windows.

@@ -7,12 +7,11 @@ use super::budget::Budget;
 use super::change::Change;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
-use super::reserve::Asked;
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, TokenRun};
-use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep, StepKind, StoredLayers};
+use crate::backend::{Backend, OpenStep, StepKind, StoredLayers};
 use crate::format::AttentionShape;
-use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout};
+use crate::plan::{AttendPlan, QueryRun, RowLayout};
 use crate::{Error, Result};
 
 /// Keys and values of all layers of a model for a batch of sequences.
@@ -57,24 +56,26 @@ pub struct ModelCache<B: Backend> {
     /// The group of every layer, and its place there.
     pub(super) layers: Vec<(usize, usize)>,
     pub(super) budget: Budget,
-    step: Option<Step<B::Indices>>,
+    pub(super) step: Option<Step<B::Indices>>,
 }
 
 /// A step that is open.
-struct Step<I> {
+pub(super) struct Step<I> {
     kind: Opened,
     /// Tokens of every layer's keys and values.
     tokens: usize,
     /// One per group.
     changes: Vec<Change<I>>,
     plans: Vec<AttendPlan>,
-    stored: StoredLayers,
+    pub(super) stored: StoredLayers,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Opened {
+pub(super) enum Opened {
     Append,
     Prefill(usize),
+    /// Nothing is stored.
+    Attend,
 }
 
 impl<B: Backend + Clone> ModelCache<B> {
@@ -214,9 +215,10 @@ impl<B: Backend> ModelCache<B> {
     /// first tokens.
     ///
     /// # Errors
-    /// [`Error::Plan`] when no step that appends is open.
+    /// [`Error::Plan`] when no step that appends or attends is open.
     pub fn open_steps(&self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
-        let step = self.step.as_ref().filter(|step| step.kind == Opened::Append).ok_or_else(no_step)?;
+        let encoded = |step: &&Step<_>| matches!(step.kind, Opened::Append | Opened::Attend);
+        let step = self.step.as_ref().filter(encoded).ok_or_else(no_step)?;
         let groups = self.groups.iter().zip(&step.plans);
         Ok(groups.map(|(group, plan)| group.open_step(plan, &step.stored)).collect())
     }
@@ -276,39 +278,6 @@ impl<B: Backend> ModelCache<B> {
         self.store_as(layer, NewTokens { rows, keys, values }, Opened::Prefill(sequence), spans).await
     }
 
-    /// Attends with the open step's queries in one layer: `[tokens, query_heads, head_dim]` for appended tokens, one
-    /// row for a prompt. The output has the same layout.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when no step is open, there is no such layer or it has not stored its tokens,
-    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from
-    /// the device.
-    pub async fn attend(&self, layer: usize, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
-        let (group, index, plan) = self.stored_plan(layer)?;
-        plan.check_elements("queries", group.backend.elements(queries))?;
-        group.backend.attend(plan, &group.stores(index), queries, group.attend_options(output)).await
-    }
-
-    /// [`ModelCache::attend`] into the caller's tensor, which has the layout of the queries. Its element type is used.
-    ///
-    /// # Errors
-    /// As [`ModelCache::attend`]; [`Error::Elements`] when the output has another length than the queries.
-    pub async fn attend_into(&self, layer: usize, queries: &B::Tensor, output: &mut B::Tensor) -> Result<()> {
-        let (group, index, plan) = self.stored_plan(layer)?;
-        group.attend_into(index, plan, queries, output).await
-    }
-
-    /// [`ModelCache::attend`] that returns attention states, to be merged with attention over other tokens: see
-    /// [`KvCache::attend_states`](super::KvCache::attend_states).
-    ///
-    /// # Errors
-    /// As [`ModelCache::attend`].
-    pub async fn attend_states(&self, layer: usize, queries: &B::Tensor) -> Result<AttentionStates<B::Tensor>> {
-        let (group, index, plan) = self.stored_plan(layer)?;
-        plan.check_elements("queries", group.backend.elements(queries))?;
-        group.attend_states(index, plan, queries).await
-    }
-
     /// Commits the open step: its tokens become part of the cache, and the pages that it replaced are free. An engine
     /// that encodes the step itself may commit it before it submits the commands.
     ///
@@ -336,51 +305,6 @@ impl<B: Backend> ModelCache<B> {
         }
     }
 
-    /// Packs every full tile of a sequence's appended tokens that is due, in all layers. Call it after chunks, once
-    /// their queries have attended. Steps of decoded tokens do this themselves.
-    ///
-    /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::NoRoom`]
-    /// or [`Error::OutOfMemory`] when the packed tiles do not fit. The cache is as it was.
-    pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
-        self.check_no_step()?;
-        let needed = self.room_of_groups(|group| group.page_tables.room_for_windows(sequence))?;
-        self.reserve_room(&needed, Asked::OnTheWay).await?;
-        let mut changes = Vec::with_capacity(self.groups.len());
-        let mut written = Ok(());
-        for group in &mut self.groups {
-            written = group.open_windows(sequence).and_then(|change| {
-                changes.push(change);
-                (0..group.layers()).try_for_each(|layer| group.write_step(layer, None))
-            });
-            if written.is_err() {
-                break;
-            }
-        }
-        for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
-        }
-        written
-    }
-
-    /// Keys and values of appended tokens that could not be stored exactly, over all steps since
-    /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits
-    /// for the device.
-    ///
-    /// # Errors
-    /// [`Error::DeviceLost`].
-    pub async fn non_finite(&self) -> Result<Vec<FlaggedToken>> {
-        self.groups[0].read_flags().await
-    }
-
-    /// Clears the tokens that [`ModelCache::non_finite`] returns.
-    ///
-    /// # Errors
-    /// [`Error::DeviceLost`].
-    pub fn clear_non_finite(&mut self) -> Result<()> {
-        self.groups[0].clear_flags()
-    }
-
     // --- parts -----------------------------------------------------------------------------------------------------
 
     fn place(&self, layer: usize) -> Result<(usize, usize)> {
@@ -396,17 +320,6 @@ impl<B: Backend> ModelCache<B> {
         Ok((&self.groups[group], index))
     }
 
-    /// A layer that has stored the tokens of the open step: its group, its place there, and the plan of its attention.
-    fn stored_plan(&self, layer: usize) -> Result<(&LayerGroup<B>, usize, &AttendPlan)> {
-        let (group, index) = self.group(layer)?;
-        let plan = self.plan(layer)?;
-        if !self.step.as_ref().is_some_and(|step| step.stored.has(layer)) {
-            let reason = format!("layer {layer} has not stored the tokens of the open step");
-            return Err(Error::Plan { what: "attention of a step", reason });
-        }
-        Ok((group, index, plan))
-    }
-
     pub(super) fn check_no_step(&self) -> Result<()> {
         match self.step {
             None => Ok(()),
@@ -418,7 +331,7 @@ impl<B: Backend> ModelCache<B> {
     }
 
     /// Opens a step in every group, or in none.
-    fn open(
+    pub(super) fn open(
         &mut self,
         kind: Opened,
         tokens: usize,
@@ -469,6 +382,7 @@ impl<B: Backend> ModelCache<B> {
                 group.check_rows(new).await?;
                 group.write_prompt(index, &step.changes[at], sequence, new, spans)?;
             }
+            Opened::Attend => return Err(no_step()),
         }
         step.stored.mark(layer);
         Ok(())

@@ -110,9 +110,9 @@ impl<B: Backend> KvCache<B> {
     /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::DeviceLost`]. On an error
     /// the cache is unchanged.
     pub async fn swap_out(&mut self, sequence: usize) -> Result<SwappedSequence<B::Indices>> {
-        let groups = vec![self.group.read_sequence(sequence).await?];
+        let swapped = read_sequence(std::slice::from_ref(&self.group), sequence).await?;
         self.clear(sequence)?;
-        Ok(SwappedSequence { groups })
+        Ok(swapped)
     }
 
     /// Restores a swapped sequence, bit for bit, in an empty sequence, the same or another.
@@ -133,12 +133,9 @@ impl<B: Backend> ModelCache<B> {
     /// As [`KvCache::swap_out`]; [`Error::Plan`] when a step is open. On an error the cache is unchanged.
     pub async fn swap_out(&mut self, sequence: usize) -> Result<SwappedSequence<B::Indices>> {
         self.check_no_step()?;
-        let mut groups = Vec::with_capacity(self.groups.len());
-        for group in &self.groups {
-            groups.push(group.read_sequence(sequence).await?);
-        }
+        let swapped = read_sequence(&self.groups, sequence).await?;
         self.clear(sequence)?;
-        Ok(SwappedSequence { groups })
+        Ok(swapped)
     }
 
     /// Restores a swapped sequence in an empty one, in all layers: see [`KvCache::swap_in`].
@@ -178,25 +175,44 @@ async fn swap_in<B: Backend>(
     written
 }
 
+/// Reads the contents of a sequence in every layer, all at once.
+async fn read_sequence<B: Backend>(groups: &[LayerGroup<B>], sequence: usize) -> Result<SwappedSequence<B::Indices>> {
+    let mut places = Vec::new();
+    for group in groups {
+        places.extend(group.places_of(sequence)?);
+    }
+    let mut bytes = groups[0].backend.read_spans(&places).await?.into_iter();
+    let of_group = |group: &LayerGroup<B>| group.swapped(sequence, &mut bytes);
+    Ok(SwappedSequence { groups: groups.iter().map(of_group).collect::<Result<_>>()? })
+}
+
 impl<B: Backend> LayerGroup<B> {
-    /// Reads the contents of a sequence in every layer.
-    async fn read_sequence(&self, sequence: usize) -> Result<SwappedGroup<B::Indices>> {
-        let mut held = self.page_tables.sequence(sequence)?.clone();
-        let mut layers = Vec::with_capacity(self.layers());
+    /// Where the contents of a sequence lie: layer by layer its spans, then its centres.
+    fn places_of(&self, sequence: usize) -> Result<Vec<(&B::Store, SpanPlace<'_>)>> {
+        let held = self.page_tables.sequence(sequence)?;
+        let mut places = Vec::new();
         for layer in 0..self.layers() {
             let stores = self.stores(layer);
-            let mut swapped = SwappedLayer { spans: Vec::with_capacity(held.spans.len()), centres: Vec::new() };
-            for span in &held.spans {
-                let place = span_place(&span.lease);
-                swapped.spans.push(self.backend.read_span(stores[span.store.index()], place).await?);
-            }
+            places.extend(held.spans.iter().map(|span| (stores[span.store.index()], span_place(&span.lease))));
             if held.centre.is_some() {
-                for store in stores {
-                    swapped.centres.push(self.backend.read_span(store, centre_place(held.centre)).await?);
-                }
+                places.extend(stores.into_iter().map(|store| (store, centre_place(held.centre))));
             }
-            layers.push(swapped);
         }
+        Ok(places)
+    }
+
+    /// A sequence with the contents of [`LayerGroup::places_of`].
+    fn swapped(
+        &self,
+        sequence: usize,
+        bytes: &mut impl Iterator<Item = SpanBytes>,
+    ) -> Result<SwappedGroup<B::Indices>> {
+        let mut held = self.page_tables.sequence(sequence)?.clone();
+        let centres = if held.centre.is_some() { self.recipe().stores().len() } else { 0 };
+        let mut take = |count: usize| bytes.by_ref().take(count).collect();
+        let layers = (0..self.layers())
+            .map(|_| SwappedLayer { spans: take(held.spans.len()), centres: take(centres) })
+            .collect();
         held.spans.iter_mut().for_each(|span| span.lease = Lease::default());
         let (shape, recipe, numbers) = (self.shape, self.recipe().clone(), self.numbers().to_vec());
         Ok(SwappedGroup { shape, recipe, sequence: held, numbers, layers })

@@ -128,8 +128,8 @@ impl Storage for Cpu {
         store.reserve_centres(slots)
     }
 
-    async fn read_span(&self, store: &CpuStore, place: SpanPlace<'_>) -> Result<SpanBytes> {
-        store.read_span(place)
+    async fn read_spans(&self, places: &[(&CpuStore, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        places.iter().map(|&(store, place)| store.read_span(place)).collect()
     }
 
     fn write_span(&self, store: &mut CpuStore, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

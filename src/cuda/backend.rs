@@ -202,9 +202,9 @@ impl Storage for Cuda {
         store.reserve_centres(&self.stream, slots)
     }
 
-    async fn read_span(&self, store: &Store, place: SpanPlace<'_>) -> Result<SpanBytes> {
-        store.check_stream("a span", &self.stream)?;
-        store.read_span(&self.stream, place)
+    async fn read_spans(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        places.iter().try_for_each(|(store, _)| store.check_stream("a span", &self.stream))?;
+        places.iter().map(|&(store, place)| store.read_span(&self.stream, place)).collect()
     }
 
     fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

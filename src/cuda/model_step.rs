@@ -72,6 +72,8 @@ pub struct ModelStep {
     layers: Vec<LayerTensors>,
     query_rows: Option<QueryLayout>,
     output_rows: Option<QueryLayout>,
+    /// Log-sum-exps of every layer, or none.
+    lse: Vec<Tensor>,
     bound: BoundClasses<Bound>,
     /// Number of classes that were bound so far.
     classes: u64,
@@ -125,8 +127,20 @@ impl ModelStep {
         if layers.is_empty() {
             return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
         }
-        let (backend, bound) = (backend.clone(), BoundClasses::new(1));
-        Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, bound, classes: 0 })
+        let (backend, bound, lse) = (backend.clone(), BoundClasses::new(1), Vec::new());
+        Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, lse, bound, classes: 0 })
+    }
+
+    /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
+    /// `[rows, query_heads]`, a tensor for each layer. With it an engine merges the output with attention to tokens
+    /// that lie elsewhere. Layers that run one after the other may share a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is not one tensor for each layer, [`Error::Buffer`] when one is not f32.
+    pub fn with_log_sum_exps(mut self, lse: Vec<Tensor>) -> Result<Self> {
+        crate::backend::check_log_sum_exps(self.layers.len(), lse.iter().map(Tensor::element_type))?;
+        self.bound.retain(|_| false);
+        Ok(Self { lse, ..self })
     }
 
     /// The same steps, which keep the resources of `classes` classes of steps instead of only the last: for batches
@@ -179,12 +193,15 @@ impl ModelStep {
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
-    /// tensors; [`Error::OutOfMemory`] or [`Error::Limit`] when binding again fails; errors of the driver from a copy.
+    /// tensors; [`Error::Unsupported`] when it is to write log-sum-exps and keys are centred; [`Error::OutOfMemory`] or [`Error::Limit`] when binding again fails; errors of the driver from a copy.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
+        if !self.lse.is_empty() {
+            step.check_not_centred()?;
+        }
         let plan = self.plan(step.plan)?;
-        for layer in &self.layers {
-            plan.check_rows(&layer.queries, &layer.output)?;
+        for (place, LayerTensors { queries, output, .. }) in self.layers.iter().enumerate() {
+            plan.check_rows(AttendTensors { queries, output, lse: self.lse.get(place) })?;
         }
         let begins = step.table.makes_centres();
         let fits = |bound: &Bound| bound.is_over(step) && bound.begins == begins && plan.is_bound_like(&bound.plan);
@@ -233,7 +250,7 @@ impl ModelStep {
             let layer = step.layers[place];
             let input = WriteInput { keys, values, rows: self.rows, flags: step.flags, layer };
             launches.stores.push(pack.bind_with_room(backend, stores, &table, input, begins)?);
-            let tensors = AttendTensors { queries, output, lse: None };
+            let tensors = AttendTensors { queries, output, lse: self.lse.get(place) };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
         let beside = plan.begins_beside_storing(backend.kernels().facts())

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::attend::{AttendStep, AttendTensors, Scratch, ScratchBytes, full_runs};
+use super::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, full_runs};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
@@ -72,6 +72,8 @@ pub struct ModelStep {
     split: Split,
     query_rows: Option<QueryLayout>,
     output_rows: Option<QueryLayout>,
+    /// Log-sum-exps of every layer, or none.
+    lse: Vec<Tensor>,
     bound: BoundClasses<Bound>,
     slots: TableSlots,
 }
@@ -138,8 +140,20 @@ impl ModelStep {
             return Err(Error::Plan { what: "step of a model", reason });
         }
         let (backend, bound, slots) = (backend.clone(), BoundClasses::new(KEPT_CLASSES), TableSlots::new());
-        let (query, split, query_rows, output_rows) = (None, Split::default(), None, None);
-        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, bound, slots })
+        let (query, split, query_rows, output_rows, lse) = (None, Split::default(), None, None, Vec::new());
+        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, lse, bound, slots })
+    }
+
+    /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
+    /// `[rows, query_heads]`, a tensor for each layer. With it an engine merges the output with attention to tokens
+    /// that lie elsewhere. Layers that run one after the other may share a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is not one tensor for each layer, [`Error::Buffer`] when one is not f32.
+    pub fn with_log_sum_exps(mut self, lse: Vec<Tensor>) -> Result<Self> {
+        crate::backend::check_log_sum_exps(self.layers.len(), lse.iter().map(Tensor::element_type))?;
+        self.bound.retain(|_| false);
+        Ok(Self { lse, ..self })
     }
 
     /// The same with another precision of the queries than that of the recipe.
@@ -238,13 +252,16 @@ impl ModelStep {
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
-    /// tensors; [`Error::Limit`] when 256 steps are encoded of which the device has finished none;
+    /// tensors; [`Error::Unsupported`] when it is to write log-sum-exps and keys are centred; [`Error::Limit`] when 256 steps are encoded of which the device has finished none;
     /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
+        if !self.lse.is_empty() {
+            step.check_not_centred()?;
+        }
         let plan = self.plan(step.plan, step.query)?;
-        for layer in &self.layers {
-            plan.check_rows(&layer.queries, &layer.output)?;
+        for layer in 0..self.layers.len() {
+            plan.check_rows(self.attended(layer))?;
         }
         let slot = self.free_slot()?;
         let kept = self.bound.take(|bound| bound.is_over(step) && plan.is_bound_like(&bound.plan));
@@ -280,7 +297,9 @@ impl ModelStep {
         let LayerTensors { queries, output, .. } = &self.layers[0];
         let (query, output, split) = (self.query.unwrap_or(of_recipe), output.element_type(), self.split);
         let options = AttendOptions { query, output, split };
-        let mut step = AttendStep::with_room(self.backend.capabilities(), plan, queries.element_type(), options)?;
+        let (capabilities, input) = (self.backend.capabilities(), queries.element_type());
+        let lse = if self.lse.is_empty() { LseOutput::None } else { LseOutput::F32 };
+        let mut step = AttendStep::with_room(capabilities, plan, input, options, lse)?;
         if let Some(rows) = self.query_rows {
             step = step.with_query_layout(rows);
         }
@@ -317,13 +336,18 @@ impl ModelStep {
             Some(bound) => (bound.scratch.clone(), bound.slot_bytes),
             None => self.new_scratch(needed)?,
         };
-        let of_layer = |(tensors, stores): (&LayerTensors, &Vec<&Store>)| {
-            let tensors = AttendTensors { queries: &tensors.queries, output: &tensors.output, lse: None };
-            plan.bind_with_room(backend.kernels(), stores, &scratch, tensors)
+        let of_layer = |(layer, stores): (usize, &Vec<&Store>)| {
+            plan.bind_with_room(backend.kernels(), stores, &scratch, self.attended(layer))
         };
-        let attention = self.layers.iter().zip(&step.stores).map(of_layer).collect::<Result<_>>()?;
+        let attention = step.stores.iter().enumerate().map(of_layer).collect::<Result<_>>()?;
         let (layout, numbers) = (layout.clone(), step.layers.to_vec());
         Ok(Bound { layout, numbers, memory, stores, plan, scratch, slot_bytes, attention })
+    }
+
+    /// The tensors of a layer's attention.
+    fn attended(&self, layer: usize) -> AttendTensors<'_> {
+        let LayerTensors { queries, output, .. } = &self.layers[layer];
+        AttendTensors { queries, output, lse: self.lse.get(layer) }
     }
 
     /// Scratch of a step, with tables in every slot, and the bytes of a slot.
@@ -402,7 +426,7 @@ impl WrittenStep<'_> {
         let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*self.rows });
         rows.check("keys", given.keys.elements(), shape)?;
         rows.check("values", given.values.elements(), shape)?;
-        plan.check_rows(&given.queries, &given.output)?;
+        plan.check_rows(AttendTensors { queries: &given.queries, output: &given.output, lse: None })?;
         let output = own.output.slice(0, given.output.elements())?;
         let encode = |encoder: &mut wgpu::CommandEncoder| {
             given.keys.encode_copy(&own.keys, encoder)?;

@@ -250,6 +250,11 @@ fn steps() -> Vec<Call> {
             }
         });
         "cache::ModelCache::begin_append" => appends(|runs| done(model().begin_append(runs)));
+        "cache::ModelCache::begin_append_seeing" => runs(|queries| {
+            let tokens: Vec<TokenRun> = queries.iter().map(|run| TokenRun::chunk(run.sequence, run.queries)).collect();
+            done(model().begin_append_seeing(&tokens, queries));
+        });
+        "cache::ModelCache::begin_attend" => runs(|queries| done(model().begin_attend(queries)));
         "cache::ModelCache::reserve_for_append" => appends(|runs| {
             let mut cache = model();
             if block_on(cache.reserve_for_append(runs)).is_ok() {

@@ -124,7 +124,7 @@ pub fn held<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
     for layer in 0..LAYERS {
         let layout = cache.step_kind(layer).unwrap().layout.clone();
         for (store, of) in cache.stores(layer).unwrap().into_iter().zip(layout.stores()) {
-            let read = |place| block_on(cache.backend().read_span(store, place)).unwrap();
+            let read = |place| block_on(cache.backend().read_spans(&[(store, place)])).unwrap().remove(0);
             let shards = of.shard_pages.iter().enumerate();
             let pages: Vec<Page> = shards
                 .flat_map(|(shard, &pages)| (0..pages).map(move |index| Page { shard: shard as u32, index }))
@@ -143,7 +143,7 @@ pub fn centres<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
         for store in cache.stores(layer).unwrap() {
             for slot in 0..SEQUENCES {
                 let place = SpanPlace { centre: Some(slot), ..SpanPlace::default() };
-                centres.push(block_on(cache.backend().read_span(store, place)).unwrap());
+                centres.push(block_on(cache.backend().read_spans(&[(store, place)])).unwrap().remove(0));
             }
         }
     }

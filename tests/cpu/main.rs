@@ -25,5 +25,6 @@ mod recompress_choice;
 mod select;
 mod serving;
 mod step;
+mod step_queries;
 mod stored_error;
 mod unfused_attention;

@@ -15,6 +15,7 @@ use pollster::block_on;
 use crate::any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
 use crate::any_backend::random_rows::Random;
 use crate::any_backend::{compressed, model_steps, parted_layers};
+use crate::round_trips::newest_submission;
 use crate::{gpu_device, steps_ahead};
 
 /// An engine with tensors of its own for every layer, and the same cache on the CPU.
@@ -379,12 +380,6 @@ fn a_layer_takes_one_submission() {
         let outputs = given.iter().map(|of| block_on(engine.backend.download(&of.output)).unwrap());
         model_steps::compare(&mut engine.twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
     }
-}
-
-/// Number of the newest submission, which is one of nothing.
-fn newest_submission(backend: &Wgpu) -> u64 {
-    let told = format!("{:?}", backend.queue().submit([]));
-    told.chars().filter(char::is_ascii_digit).collect::<String>().parse().unwrap()
 }
 
 /// Prompts in chunks, decoding, windows that are packed, stores that grow and outputs of both types: whatever a model
