@@ -230,7 +230,7 @@ fn filled(make: impl Fn(FilledStores<Cpu>) -> FilledStores<Cpu>, tokens: usize) 
     done(block_on(stores().place(&Cpu::new(), &[span])));
     for (store, sequence) in [(0, 0), (0, usize::MAX), (1, 0), (usize::MAX, 0)] {
         sizes(|tokens| {
-            done(block_on(stores().place(&Cpu::new(), &[NewSpan { store, sequence, start: tokens, tokens }])))
+            done(block_on(stores().place(&Cpu::new(), &[NewSpan { store, sequence, start: tokens, tokens }])));
         });
     }
 }
