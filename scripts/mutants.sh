@@ -79,10 +79,14 @@ run_file() {
     [ ! -f "$out/finished" ] || return 0
     rm -rf "$out"
     mkdir -p "$out"
-    # 2 and 3: some lived, or timed out.
+    local status=0
     nice -n 19 cargo mutants --dir "$package" --package kvpack --file "$file" --output "$out" --baseline skip \
-        --timeout "$timeout" --build-timeout 1800 --no-times "$@" || [ $? -le 3 ]
-    touch "$out/finished"
+        --timeout "$timeout" --build-timeout 1800 --no-times "$@" || status=$?
+    # 2 and 3: some lived, or timed out.
+    case $status in
+        0 | 2 | 3) touch "$out/finished" ;;
+        *) return "$status" ;;
+    esac
 }
 
 files_of() {
@@ -96,7 +100,8 @@ case "${1:-}" in
         package=$(policies_alone)
         [ $# -gt 0 ] || mapfile -t files < <(files_of src/policy)
         for file in "${@:-${files[@]}}"; do
-            run_file "$package" "$file"
+            # In place, so that what it builds on is built once.
+            run_file "$package" "$file" --in-place
         done
         ;;
     cache)

@@ -265,19 +265,23 @@ fn written(call: impl Fn(kvpack::Result<()>, WriteTable)) {
     });
 }
 
+fn write(table: &WriteTable, rows: RowLayout) {
+    let flags = NonFiniteFlags::new(1).unwrap();
+    let (mut f16, mut packed) = (store(SegmentFormat::F16), store(SegmentFormat::calibquant(Bits::Two)));
+    f16.reserve_centres(1).unwrap();
+    let of = Elements::F32(&ROWS);
+    let input = WriteInput { keys: &of, values: &of, rows, flags: &flags, layer: rows.tokens };
+    done(write_step(&mut [&mut f16, &mut packed], Some(input), table));
+}
+
 fn steps() -> Vec<Call> {
     calls! {
         "plan::WriteTable::set" => written(|outcome, table| {
             assert!(outcome.is_ok() || table.words().iter().all(|&word| word == 0), "{outcome:?} left something behind");
         });
-        "cpu::write_step" => written(|outcome, table| if outcome.is_ok() { layouts(|rows| {
-            let layers = NonFiniteFlags::new(1).unwrap();
-            let (mut f16, mut packed) = (store(SegmentFormat::F16), store(SegmentFormat::calibquant(Bits::Two)));
-            f16.reserve_centres(1).unwrap();
-            let of = Elements::F32(&ROWS);
-            let input = WriteInput { keys: &of, values: &of, rows, flags: &layers, layer: rows.tokens };
-            done(write_step(&mut [&mut f16, &mut packed], Some(input), &table));
-        });});
+        "cpu::write_step" => written(|outcome, table| if outcome.is_ok() {
+            layouts(|rows| write(&table, rows));
+        });
         "backend::Packing::write_step" => layouts(|rows| sizes(|layer| {
             let (cpu, layout) = (Cpu::new(), step_layout());
             let flags = cpu.create_non_finite_flags(2).unwrap();

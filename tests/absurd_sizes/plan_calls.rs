@@ -114,7 +114,8 @@ fn plans() -> Vec<Call> {
         "plan::PlannedRun::sees" => pairs(|a, b| runs(|run, _| done(run.sees(a, b))));
         "plan::QueryRun::new" => pairs(|a, b| sizes(|left| {
             done(plan(&[QueryRun::new(a, b, Visible::Window { left })]));
-            done(plan(&[QueryRun::new(0, b, Visible::spans(std::slice::from_ref(&(left..left.saturating_add(3)))))]));
+            let span = left..left.saturating_add(3);
+            done(plan(&[QueryRun::new(0, b, Visible::spans(std::slice::from_ref(&span)))]));
         }));
         "plan::LayerAttention::with_window" => sizes(|left| {
             let layer = LayerAttention::default().with_window(left);

@@ -136,8 +136,8 @@ fn serve(recipe: &ModelRecipe) -> Result<()> {
             prefill(&mut cache, &(0..stores).map(span).collect::<Result<Vec<_>>>()?)?;
         }
     }
-    append(&mut cache, TokenRun::chunk(0, APPENDED - 2))?;
-    append(&mut cache, TokenRun::decode(0))?;
+    append(&mut cache, TokenRun::chunk(0, APPENDED - 4))?;
+    append(&mut cache, TokenRun::chunk(0, 3))?;
     append(&mut cache, TokenRun::decode(0))?;
     block_on(cache.pack_windows(0))?;
     if let (Some(policy), Some(every)) = (recipe.policy(), recipe.every())
@@ -169,15 +169,17 @@ fn prefill(cache: &mut ModelCache<Cpu>, spans: &[PromptSpan<'_, kvpack::cpu::Cpu
     cache.commit()
 }
 
-/// Appends a run of tokens, and attends to what is stored then.
+/// Appends a run of tokens, and attends to what is stored then, if it is short.
 fn append(cache: &mut ModelCache<Cpu>, run: TokenRun) -> Result<()> {
     let (keys, values, queries) = (tensor(run.tokens(), 2, 5), tensor(run.tokens(), 2, 6), tensor(run.tokens(), 4, 7));
     block_on(cache.reserve_for_append(&[run]))?;
     cache.begin_append(&[run])?;
     for layer in 0..LAYERS {
         block_on(cache.store(layer, RowLayout::token_major(run.tokens(), &shape()), &keys, &values))?;
-        let output = block_on(cache.attend(layer, &queries, ElementType::F32))?;
-        assert!(output.to_f32().iter().all(|x| x.is_finite()));
+        if run.tokens() < 4 {
+            let output = block_on(cache.attend(layer, &queries, ElementType::F32))?;
+            assert!(output.to_f32().iter().all(|x| x.is_finite()));
+        }
     }
     cache.commit()
 }
