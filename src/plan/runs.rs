@@ -74,6 +74,21 @@ impl PlannedRun {
         matches!(self.run.visible, Visible::All | Visible::Causal)
     }
 
+    /// Whether what a query sees is what the one before it sees, moved by a position.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn moves_evenly(&self) -> bool {
+        matches!(self.run.visible, Visible::All | Visible::Causal | Visible::Window { .. })
+    }
+
+    /// Where the window of a query begins, before the first position for the first queries; none without a window.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn window_start(&self, query: usize) -> Option<i64> {
+        match self.run.visible {
+            Visible::Window { left } => Some(self.stand.position(query) as i64 - left as i64),
+            _ => None,
+        }
+    }
+
     /// Whether a query of the run sees a position.
     pub fn sees(&self, query: usize, position: usize) -> bool {
         self.stand.sees(&self.run.visible, query, position)

@@ -1,8 +1,12 @@
 //! A step of attention: planned from lengths, bound to memory.
 
 use std::f32::consts::LOG2_E;
+use std::sync::Arc;
 
-use super::launch::{AttendCall, BoundAttendStep, Launch};
+use cudarc::driver::CudaStream;
+
+use super::launch::{AttendCall, BoundAttendStep, Launch, UnseenRow};
+use super::logits::check_visible;
 use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
 use super::run_variant::RunVariant;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
@@ -11,11 +15,12 @@ use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::launch::KernelLaunch;
+use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue};
-use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreFormat};
+use crate::plan::{AttendPlan, ElementType, QueryLayout, Scoring, StoreFormat};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -41,6 +46,9 @@ pub struct AttendStep {
     rows: usize,
     segments: Vec<PlannedLaunch>,
     states: usize,
+    /// Queries that see no token.
+    unseen: Vec<usize>,
+    scoring: Scoring,
     query_rows: QueryLayout,
     output_rows: QueryLayout,
 }
@@ -88,24 +96,25 @@ impl AttendStep {
     }
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
-        plan.check_plain("CUDA")?;
+        plan.runs().iter().try_for_each(|planned| check_visible(&planned.run.visible))?;
         let shape = *plan.shape();
         let blocks = query_blocks(facts, plan);
         let mut segments = Vec::new();
         for segment in plan.segments() {
             for parts in SegmentParts::of(plan, segment, &blocks) {
-                segments.push(PlannedLaunch::new(facts, &shape, segment, parts)?);
+                segments.push(PlannedLaunch::new(facts, &shape, segment, parts, plan.scoring())?);
             }
         }
         if let [segment] = segments.as_mut_slice() {
             segment.cluster = segment.common_cluster();
         }
         segments.iter_mut().for_each(PlannedLaunch::order_items);
-        let states = assign_states(plan, &blocks, &mut segments)?;
+        let (states, unseen) = assign_states(plan, &blocks, &mut segments)?;
         // Launches of a step run beside each other: small ones find room where the blocks of a large one leave it.
         segments.sort_by_key(|segment| std::cmp::Reverse(segment.bytes()));
         let dense = QueryLayout::dense(&shape);
-        Ok(Self { shape, rows: plan.rows(), segments, states, query_rows: dense, output_rows: dense })
+        let (rows, scoring) = (plan.rows(), plan.scoring().clone());
+        Ok(Self { shape, rows, segments, states, unseen, scoring, query_rows: dense, output_rows: dense })
     }
 
     /// The same step for queries with this layout, instead of contiguous rows.
@@ -174,6 +183,7 @@ impl AttendStep {
     pub(in crate::cuda) fn is_bound_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.is_bound_like(b);
         self.sizes(Sizing::Classes) == other.sizes(Sizing::Classes)
+            && self.scoring == other.scoring
             && self.segments.len() == other.segments.len()
             && self.segments.iter().zip(&other.segments).all(same)
     }
@@ -223,7 +233,11 @@ impl AttendStep {
         queries.memory().check_stream("queries", stream)?;
         output.memory().check_stream("output", stream)?;
         lse.map_or(Ok(()), |lse| lse.memory().check_stream("lse", stream))?;
-        let mut step = BoundAttendStep { stream: stream.clone(), launches: Vec::new(), memory: scratch.memory() };
+        let memory = scratch.memory();
+        let mut step = BoundAttendStep { stream: stream.clone(), unseen: Vec::new(), launches: Vec::new(), memory };
+        let sinks = self.upload_sinks(stream)?;
+        step.memory.extend(sinks.clone());
+        self.bind_unseen(&mut step, output, lse)?;
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
         step.memory.extend(lse.map(|lse| lse.memory().clone()));
         let mut merges = Vec::new();
@@ -244,12 +258,13 @@ impl AttendStep {
                 state_lse: scratch.lse.address(),
                 arrivals: scratch.arrivals.address(),
                 extremes: tables.extremes.as_ref().map_or(0, |extremes| extremes.address()),
+                sinks: sinks.as_ref().map_or(0, |sinks| sinks.address()),
                 query_stride: self.query_rows.stride as u64,
                 output_stride: self.output_rows.stride as u64,
                 kv_heads: self.shape.kv_heads() as u32,
                 group: self.shape.group() as u32,
                 chunks: chunks as u32,
-                score_scale: LOG2_E / (self.shape.head_dim() as f32).sqrt(),
+                score_scale: self.scoring.log2_scale(&self.shape),
                 query_type: queries.type_code(),
                 output_type: output.type_code(),
                 cluster: segment.cluster as u32,
@@ -257,7 +272,7 @@ impl AttendStep {
                 tau2: base_2(Calibration::tau2),
                 beside: 0,
                 early: 0,
-                unused: 0,
+                soft_cap: self.scoring.soft_cap().unwrap_or(1.0) * LOG2_E,
             };
             let blocks = tables.item_count * self.shape.kv_heads() * chunks;
             match &tables.extremes {
@@ -280,6 +295,50 @@ impl AttendStep {
         }
         step.launches.extend(merges);
         Ok(step)
+    }
+
+    /// The logits of the sinks in units of log2, where the layer has them. A head without one has the lowest f32.
+    fn upload_sinks(&self, stream: &Arc<CudaStream>) -> Result<Option<Arc<Memory>>> {
+        let Some(sinks) = self.scoring.sinks() else { return Ok(None) };
+        let base_2: Vec<f32> = sinks.iter().map(|sink| (sink * LOG2_E).max(f32::MIN)).collect();
+        Memory::upload(stream, "sinks", bytemuck::cast_slice(&base_2)).map(Some)
+    }
+
+    /// What is written for queries that see no token, which no kernel takes: the output 0, and the log-sum-exp −∞ or
+    /// that of the sink.
+    fn bind_unseen(&self, step: &mut BoundAttendStep, output: &Tensor, lse: Option<&Tensor>) -> Result<()> {
+        if self.unseen.is_empty() {
+            return Ok(());
+        }
+        let heads = self.shape.query_heads();
+        let of_row: Vec<f32> = self.scoring.sinks().map_or(vec![f32::NEG_INFINITY; heads], <[f32]>::to_vec);
+        let of_row = Memory::upload(&step.stream, "log-sum-exps of no tokens", bytemuck::cast_slice(&of_row))?;
+        step.memory.push(of_row.clone());
+        step.unseen = self
+            .unseen
+            .iter()
+            .map(|&row| UnseenRow {
+                output: output.address_of(self.output_rows.row(row)),
+                bytes: heads * self.shape.head_dim() * output.element_type().bytes(),
+                lse: lse.map(|lse| lse.address_of(row * heads)),
+                of_row: of_row.clone(),
+            })
+            .collect();
+        Ok(())
+    }
+
+    /// Checks that every query sees a token: tables that are written step by step have no place for others.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub(in crate::cuda) fn check_seen(&self) -> Result<()> {
+        match self.unseen.first() {
+            None => Ok(()),
+            Some(row) => Err(Error::Unsupported {
+                what: format!("query {row}, which sees no token, in a step of a model on CUDA"),
+                hint: "leave the sequence out of the step, or attend with KvCache".into(),
+            }),
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::result::memset_d8_async;
+use cudarc::driver::result::{memcpy_dtod_async, memset_d8_async};
 use cudarc::driver::{CudaStream, DeviceRepr};
 
 use crate::Result;
@@ -25,6 +25,7 @@ pub(super) struct AttendCall {
     pub(super) state_lse: u64,
     pub(super) arrivals: u64,
     pub(super) extremes: u64,
+    pub(super) sinks: u64,
     pub(super) query_stride: u64,
     pub(super) output_stride: u64,
     pub(super) kv_heads: u32,
@@ -38,7 +39,7 @@ pub(super) struct AttendCall {
     pub(super) tau2: f32,
     pub(super) beside: u32,
     pub(super) early: u32,
-    pub(super) unused: u32,
+    pub(super) soft_cap: f32,
 }
 
 // SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
@@ -86,6 +87,29 @@ impl Launch {
     }
 }
 
+/// The output and the log-sum-exps of a query that sees no token.
+#[derive(Debug)]
+pub(super) struct UnseenRow {
+    pub(super) output: u64,
+    pub(super) bytes: usize,
+    pub(super) lse: Option<u64>,
+    /// The log-sum-exps of such a row.
+    pub(super) of_row: Arc<Memory>,
+}
+
+impl UnseenRow {
+    fn write(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        let failed = |error| driver_error("attend", 0, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: the row is one of an output that was checked to have it, and lives as long as the step.
+        unsafe { memset_d8_async(self.output, 0, self.bytes, stream.cu_stream()) }.map_err(failed)?;
+        let Some(lse) = self.lse else { return Ok(()) };
+        // SAFETY: as above, of the log-sum-exps; both have one of every query head.
+        unsafe { memcpy_dtod_async(lse, self.of_row.address(), self.of_row.bytes(), stream.cu_stream()) }
+            .map_err(failed)
+    }
+}
+
 /// A step that is ready to run, with its scratch, on the stream of the backend that bound it. It keeps alive all memory
 /// that it reads and writes. That memory is freed in the order of the same stream, so a step may be dropped while it
 /// runs. A graph that captured the step needs it as long as the graph is replayed.
@@ -95,6 +119,7 @@ impl Launch {
 #[derive(Debug)]
 pub struct BoundAttendStep {
     pub(super) stream: Arc<CudaStream>,
+    pub(super) unseen: Vec<UnseenRow>,
     pub(super) launches: Vec<Launch>,
     pub(super) memory: Vec<Arc<Memory>>,
 }
@@ -106,6 +131,7 @@ impl BoundAttendStep {
     /// # Errors
     /// Errors of the driver from a launch.
     pub fn launch(&self) -> Result<()> {
+        self.unseen.iter().try_for_each(|row| row.write(&self.stream))?;
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::After))
     }
 

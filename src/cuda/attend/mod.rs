@@ -3,6 +3,7 @@
 pub(super) mod attend_step;
 mod kernel;
 pub(super) mod launch;
+mod logits;
 pub(super) mod merge_pair;
 pub(super) mod model_tables;
 mod parts;

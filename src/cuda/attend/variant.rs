@@ -2,6 +2,7 @@
 
 use cudarc::driver::CudaFunction;
 
+use super::logits::Logits;
 use super::split::MOST_CLUSTER;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -55,6 +56,7 @@ pub(super) struct AttendVariant {
     pub(super) bulk_copies: bool,
     /// Maximum number of queries of an item. Several queries share a block with all their heads.
     pub(super) queries: usize,
+    pub(super) logits: Logits,
 }
 
 /// Tiles of short spans. Their blocks consist of start and end only, which other blocks must hide.
@@ -87,6 +89,7 @@ impl AttendVariant {
             blocks,
             bulk_copies,
             queries: 1,
+            logits: Logits::default(),
         };
         let fits = |variant: &Self| {
             let shared = variant.shared_bytes() + variant.fixed_bytes();
@@ -204,6 +207,7 @@ impl AttendVariant {
             ("QUERIES", self.queries),
             ("SCORE_PASS", pass as usize),
         ]);
+        defines.extend(self.logits.defines());
         Program { files: &["attend.cu"], defines }
     }
 
