@@ -1,7 +1,9 @@
 //! Reading what was measured.
 
+use kvpack::AttentionShape;
 use serde::Deserialize;
 
+use crate::recipes;
 use crate::{BenchReport, ConformanceReport, DocumentsReport, EvalReport, ModelReport, PeersReport, SuiteReport};
 
 /// What a file holds, by its field `kind`.
@@ -45,9 +47,25 @@ pub struct ReadError(#[from] serde_json::Error);
 /// # Errors
 /// When the text is no such JSON.
 pub fn read(text: &str) -> Result<Vec<Measured>, ReadError> {
-    if text.trim_start().starts_with('[') {
-        Ok(serde_json::from_str(text)?)
-    } else {
-        Ok(vec![serde_json::from_str(text)?])
+    let mut reports: Vec<Measured> = match text.trim_start().starts_with('[') {
+        true => serde_json::from_str(text)?,
+        false => vec![serde_json::from_str(text)?],
+    };
+    for report in &mut reports {
+        if let Measured::Bench(report) = report {
+            name_recipes(report);
+        }
+    }
+    Ok(reports)
+}
+
+/// Reports of older builds name formats alone.
+fn name_recipes(report: &mut BenchReport) {
+    for shape in &mut report.shapes {
+        let Ok(heads) = AttentionShape::new(shape.query_heads, shape.kv_heads, shape.head_dim) else { continue };
+        let named = recipes::names(&heads);
+        for row in shape.rows.iter_mut().filter(|row| row.recipe.is_none()) {
+            row.recipe = named.iter().find(|(format, _)| *format == row.format).map(|(_, recipe)| recipe.clone());
+        }
     }
 }

@@ -8,13 +8,22 @@ use kvpack::{AttentionShape, SegmentFormat};
 /// The recipe, without options, whose packed tokens have this format; none where no method has it. A rotation may have
 /// another order than the recipe's: steps are timed with one that divides every head.
 pub fn of_format(format: &SegmentFormat, shape: &AttentionShape) -> Option<String> {
+    known(shape).into_iter().find(|(packed, _)| packed == format).map(|(_, recipe)| recipe)
+}
+
+/// The formats of recipes without options by the names that benchmarks give them, each with its recipe.
+pub fn names(shape: &AttentionShape) -> Vec<(String, String)> {
+    known(shape).into_iter().map(|(format, recipe)| (format.to_string(), recipe)).collect()
+}
+
+/// The formats of recipes without options, for heads of this shape and for the smallest.
+fn known(shape: &AttentionShape) -> Vec<(SegmentFormat, String)> {
     let of_heads = |shape: &AttentionShape| {
         let recipes = ModelRecipe::all().into_iter();
         recipes.map(|recipe| (recipe.layer(0, shape).packed().format, recipe.to_string())).collect::<Vec<_>>()
     };
-    let smallest = AttentionShape::new(1, 1, 64).ok()?;
-    let known = [of_heads(shape), of_heads(&smallest)].concat();
-    known.into_iter().find(|(packed, _)| packed == format).map(|(_, recipe)| recipe)
+    let smallest = AttentionShape::new(1, 1, 64).map_or_else(|_| Vec::new(), |smallest| of_heads(&smallest));
+    [of_heads(shape), smallest].concat()
 }
 
 /// The format that a recipe packs in, for commands that take formats or recipes.

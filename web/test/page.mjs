@@ -32,10 +32,13 @@ await test("measures on WebGPU", async () => {
   // The address asks for 2 bits; f16 is there all the same, and the others are compared with it.
   const [f16, row] = report.shapes[0].rows;
   expect(f16.format === "f16" && row.format.startsWith("2-bit"), "f16 comes first");
-  expect(Math.abs(row.times_f16 - f16.step_us / row.step_us) < 1e-6, `× f16 is ${row.times_f16}`);
+  // A row is discarded where other work on this machine disturbs it, and then nothing is compared.
+  const timed = f16.outcome === "timed" && row.outcome === "timed";
+  if (!timed) console.log(`  not compared: f16 ${f16.outcome}, ${row.format} ${row.outcome}`);
+  expect(!timed || Math.abs(row.times_f16 - f16.step_us / row.step_us) < 1e-6, `× f16 is ${row.times_f16}: ${JSON.stringify(f16)}`);
   expect(row.recipe === "calibquant:2" && row.spread.samples > 1, JSON.stringify(row));
   const widths = await page.locator("#bench .plot rect").evaluateAll((bars) => bars.map((bar) => Number(bar.getAttribute("width"))));
-  expect(widths.length === 2 && widths[0] / widths[1] > 0.9 * (f16.step_us / row.step_us), "bars are times");
+  expect(!timed || (widths.length === 2 && widths[0] / widths[1] > 0.9 * (f16.step_us / row.step_us)), "bars are times");
   expect(report.shapes[0].shape === "g1-b1-4k" && row.outcome === "timed" && row.nmse < 1e-4 && row.step_us > 0, JSON.stringify(report));
   const { formats } = await downloaded(page, "quality");
   expect(formats.length === 1 && formats[0].error > 0 && formats[0].error < 1 && formats[0].times_smaller > 3, JSON.stringify(formats));

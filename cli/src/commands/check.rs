@@ -356,7 +356,7 @@ impl RowTable {
     }
 }
 
-/// Characters that the column of subjects is wide at most; a longer one stands out at the end of its line.
+/// The maximum width of the column of subjects in characters. A longer subject exceeds the column.
 const MOST_SUBJECT: usize = 60;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! `kvpack compare`: devices and builds beside each other.
+//! `kvpack compare`: devices and builds next to each other.
 
 use std::path::{Path, PathBuf};
 

@@ -72,7 +72,7 @@ pub fn run(args: &GenerateArgs) -> Result<Outcome> {
 }
 
 impl GenerateArgs {
-    /// Refuses what says how chunks are cut and ranked where the recipe has none, rather than to leave it unused.
+    /// Refuses options that cut and rank chunks if the recipe has no chunks, because they would have no effect.
     fn check_chunks(&self) -> Result<()> {
         let given = [("--rank-by", self.rank_by.is_some()), ("--chunk-tokens", self.chunk_tokens.is_some())];
         match given.iter().find(|(_, given)| *given && self.recipe.mixture().is_none()) {

@@ -91,9 +91,9 @@ struct RecipeRow {
     stores: &'static str,
     /// Where it comes from.
     source: &'static str,
-    /// By which arithmetic keys and values are multiplied beside a query of 16 bits, or why not.
+    /// The arithmetic that multiplies keys and values with a query of 16 bits, or why there is none.
     arithmetic: String,
-    /// The same beside a query of 8 bits.
+    /// The same with a query of 8 bits.
     arithmetic_int8: String,
 }
 

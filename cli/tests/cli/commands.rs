@@ -191,8 +191,8 @@ fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
     assert_eq!(eval, serde_json::from_str::<serde_json::Value>(&written).expect("JSON"));
     let page = std::fs::read_to_string(files.with_extension("html")).expect("the report's page");
     assert_eq!(page.matches("<figure>").count(), 2, "errors of the outputs and of the rows");
-    assert!(page.contains("<ul class=\"verdict\"><li>At 1 bit, 1-bit per channel, shrunk loses least"), "{page}");
-    assert!(page.matches("1-bit per channel, shrunk").count() >= 4, "in the verdict, the table and both plots");
+    assert!(page.contains("<ul class=\"verdict\"><li>At 1 bit, calibquant:1 loses least"), "{page}");
+    assert!(page.matches("calibquant:1").count() >= 4, "in the verdict, the table and both plots");
     // Devices or builds beside each other, under the names that they are given.
     let (json_file, compared) = (files.with_extension("json"), files.with_extension("compared.html"));
     let (old, new) = (format!("old={}", json_file.display()), format!("new={}", json_file.display()));

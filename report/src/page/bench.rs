@@ -2,7 +2,7 @@
 
 use super::html::Html;
 use super::plot::{Plot, Point, Reference, Scale, Series, mark_front};
-use super::{Subject, by_family, run_in_words};
+use super::{Subject, by_family, named, run_in_words, with_backend};
 use crate::family::{Family, Named};
 use crate::tables::plain_width;
 use crate::{BenchReport, BenchRow, Figures, PeerRow, PeersReport, RowOutcome, ShapeReport};
@@ -12,9 +12,10 @@ const VERDICT_WIDTHS: [u32; 3] = [8, 4, 1];
 
 /// Adds what there is to say about some benchmarks, next to what other libraries take.
 pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) {
-    html.verdict(&subjects.iter().flat_map(|subject| verdict(subject, peers)).collect::<Vec<_>>());
+    html.verdict(&subjects.iter().filter_map(|subject| verdict(subject, peers)).collect::<Vec<_>>());
     for Subject { name, report } in subjects {
-        html.paragraph(&format!("{name}: {}. {}", report.backend, run_in_words(report.run.as_ref())));
+        let device = with_backend(name, &report.backend);
+        html.paragraph(&format!("{device}. {}", run_in_words(report.run.as_ref())));
     }
     let mut shapes: Vec<&str> = Vec::new();
     for shape in subjects.iter().flat_map(|subject| &subject.report.shapes) {
@@ -35,22 +36,22 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &
 
 /// How many times faster than f16 the widths are, over all shapes: against kvpack's own f16 step, and against the
 /// fastest f16 attention of another library.
-fn verdict(Subject { name, report }: &Subject<'_, BenchReport>, peers: &[Subject<'_, PeersReport>]) -> Vec<String> {
-    let of_width = |width: u32| {
-        let steps: Vec<(&ShapeReport, &Figures)> =
-            report.shapes.iter().filter_map(|shape| Some((shape, figures_of(shape, width)?))).collect();
-        let own = range(steps.iter().filter_map(|(_, figures)| figures.times_f16))?;
-        let against = steps.iter().filter_map(|(shape, figures)| {
-            let peer = fastest_f16(peers, &shape.shape)?;
-            Some(peer.step_us / figures.step_us)
-        });
-        let against =
-            range(against).map_or(String::new(), |range| format!(", and {range} the fastest f16 of another library"));
-        let shapes = if steps.len() == 1 { steps[0].0.shape.clone() } else { format!("{} shapes", steps.len()) };
-        let bits = if width == 1 { "bit" } else { "bits" };
-        Some(format!("{name}, {shapes}: {width} {bits} run at {own} the speed of kvpack's f16{against}."))
+fn verdict(Subject { name, report }: &Subject<'_, BenchReport>, peers: &[Subject<'_, PeersReport>]) -> Option<String> {
+    let of_widths = |times: &dyn Fn(&ShapeReport, &Figures) -> Option<f64>| {
+        let of_width = |width: u32| {
+            let steps = report.shapes.iter().filter_map(|shape| Some((shape, figures_of(shape, width)?)));
+            let range = range(steps.filter_map(|(shape, figures)| times(shape, figures)))?;
+            Some(format!("{width} bit{} {range}", if width == 1 { "" } else { "s" }))
+        };
+        let widths: Vec<String> = VERDICT_WIDTHS.into_iter().filter_map(of_width).collect();
+        (!widths.is_empty()).then(|| widths.join(", "))
     };
-    VERDICT_WIDTHS.into_iter().filter_map(of_width).collect()
+    let own = of_widths(&|_, figures| figures.times_f16)?;
+    let against = of_widths(&|shape, figures| Some(fastest_f16(peers, &shape.shape)?.step_us / figures.step_us));
+    let against = against.map_or(String::new(), |widths| format!(" The fastest f16 of another library: {widths}."));
+    let shapes = report.shapes.len();
+    let shapes = if shapes == 1 { report.shapes[0].shape.clone() } else { format!("{shapes} shapes") };
+    Some(format!("{name}, {shapes}. Times as fast as kvpack's f16: {own}.{against}"))
 }
 
 /// The page's first word about speed.
@@ -85,14 +86,14 @@ fn fastest_f16<'a>(peers: &[Subject<'a, PeersReport>], shape: &str) -> Option<&'
     rows.min_by(|a, b| a.step_us.total_cmp(&b.step_us))
 }
 
-/// `1.9 to 3.6 times`.
+/// `1.9 to 3.6`.
 fn range(times: impl Iterator<Item = f64>) -> Option<String> {
     let (low, high) = times.fold(None, |seen: Option<(f64, f64)>, x| match seen {
         None => Some((x, x)),
         Some((low, high)) => Some((low.min(x), high.max(x))),
     })?;
     let (low, high) = (format!("{low:.1}"), format!("{high:.1}"));
-    Some(if low == high { format!("{low} times") } else { format!("{low} to {high} times") })
+    Some(if low == high { low } else { format!("{low} to {high}") })
 }
 
 fn shape_of<'a>(subject: &Subject<'a, BenchReport>, name: &str) -> Option<&'a ShapeReport> {
@@ -159,7 +160,7 @@ fn point(shape: &ShapeReport, row: &BenchRow) -> Option<(Named, Point)> {
     });
     let tip = format!(
         "{}\n{:.1} µs{spread}{percent}\n{:.2} bits per element, {:.2} MB",
-        super::named(row.name(), &row.format),
+        named(row.name(), &row.format),
         figures.step_us,
         bits(shape, row),
         row.bytes as f64 / 1e6
@@ -191,7 +192,7 @@ fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], pee
     }
     let columns: Vec<String> =
         subjects.iter().map(|subject| format!("{}, µs (% of bandwidth)", subject.name)).collect();
-    let mut header = vec![name, "format"];
+    let mut header = vec![name];
     for column in &columns {
         header.extend([column.as_str(), "× f16"]);
     }
@@ -214,13 +215,13 @@ fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], pee
     };
     let row = |format: &str| {
         let cells = shapes.iter().flat_map(|shape| cells(shape, format));
-        let rows = shapes.iter().flatten().flat_map(|shape| &shape.rows);
-        let recipe = rows.filter(|row| row.format == format).find_map(|row| row.recipe.clone());
-        [recipe.unwrap_or_else(|| "–".into()), format.to_owned()].into_iter().chain(cells).collect::<Vec<_>>()
+        let mut rows = shapes.iter().flatten().flat_map(|shape| &shape.rows);
+        let name = rows.find(|row| row.format == format).map_or(format, BenchRow::name);
+        std::iter::once(named(name, format)).chain(cells).collect::<Vec<_>>()
     };
     let mut rows: Vec<(bool, Vec<String>)> = formats.iter().map(|format| (false, row(format))).collect();
     for peer in peers.iter().flat_map(|peers| &peers.report.rows).filter(|row| row.shape == name) {
-        rows.push((false, vec![peer.peer.clone(), peer.format.clone(), format!("{:.1}", peer.step_us)]));
+        rows.push((false, vec![named(&peer.peer, &peer.format), format!("{:.1}", peer.step_us)]));
     }
     html.table(&header, rows);
 }

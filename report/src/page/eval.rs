@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 use super::html::Html;
 use super::plot::{Plot, Point, Reference, Scale, mark_front};
-use super::{SIZES, Subject, by_family, megabytes, percent, run_in_words};
+use super::{SIZES, Subject, by_family, megabytes, named, percent, run_in_words};
 use crate::family::{Family, Named};
 use crate::{EvalReport, SummaryRow};
 
@@ -128,7 +128,7 @@ fn points(report: &EvalReport, error: impl Fn(&SummaryRow) -> Option<f64>) -> Ve
         let y = error(row).filter(|error| *error > 0.0)?;
         let tip = format!(
             "{}\noutputs: {} (worst layer {})\n{:.2} bits per element of the packed tokens\nwhole cache: {}, {:.2} bits",
-            super::named(row.name(), &row.format),
+            named(row.name(), &row.format),
             percent(row.mean_error),
             percent(row.worst_error),
             row.packed_bits,
@@ -145,8 +145,7 @@ fn points(report: &EvalReport, error: impl Fn(&SummaryRow) -> Option<f64>) -> Ve
 fn table(html: &mut Html, report: &EvalReport) {
     let best: Vec<&str> = SIZES.iter().filter_map(|&size| best(report, size)).map(|row| row.format.as_str()).collect();
     let header = [
-        "recipe",
-        "format",
+        "recipe and format",
         "mean error",
         "worst layer",
         "calibrated",
@@ -158,8 +157,7 @@ fn table(html: &mut Html, report: &EvalReport) {
     ];
     let rows = report.summary.iter().map(|row| {
         let cells = vec![
-            row.recipe.clone().unwrap_or_else(|| "–".into()),
-            row.format.clone(),
+            named(row.name(), &row.format),
             percent(row.mean_error),
             percent(row.worst_error),
             row.mean_calibrated_error.map_or("–".into(), percent),
@@ -176,7 +174,7 @@ fn table(html: &mut Html, report: &EvalReport) {
 
 /// The errors of several evaluations, a column for each.
 fn side_by_side(html: &mut Html, subjects: &[Subject<'_, EvalReport>]) {
-    let mut header = vec!["mean error of the outputs", "format"];
+    let mut header = vec!["mean error of the outputs"];
     header.extend(subjects.iter().map(|subject| subject.name));
     let mut formats: Vec<&str> = Vec::new();
     for row in subjects.iter().flat_map(|subject| &subject.report.summary) {
@@ -189,9 +187,9 @@ fn side_by_side(html: &mut Html, subjects: &[Subject<'_, EvalReport>]) {
             let row = subject.report.summary.iter().find(|row| row.format == format);
             row.map_or("–".into(), |row| percent(row.mean_error))
         };
-        let recipe = subjects.iter().flat_map(|subject| &subject.report.summary).find(|row| row.format == format);
-        let recipe = recipe.and_then(|row| row.recipe.clone()).unwrap_or_else(|| "–".into());
-        [recipe, format.to_owned()].into_iter().chain(subjects.iter().map(of)).collect()
+        let mut rows = subjects.iter().flat_map(|subject| &subject.report.summary);
+        let name = rows.find(|row| row.format == format).map_or(format, SummaryRow::name);
+        std::iter::once(named(name, format)).chain(subjects.iter().map(of)).collect()
     };
     html.table(&header, formats.iter().map(|format| (false, row(format))));
 }

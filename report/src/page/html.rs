@@ -63,14 +63,15 @@ impl Html {
         self.body += "</div>\n";
     }
 
-    /// Adds a table whose first column is text. A row that is marked stands out.
+    /// Adds a table whose first column is text; what stands behind the first line of a cell is small. A row that is marked
+    /// stands out.
     pub fn table(&mut self, header: &[&str], rows: impl IntoIterator<Item = (bool, Vec<String>)>) {
         self.body += "<div class=\"wide\"><table><thead><tr>";
         header.iter().for_each(|cell| self.body += &format!("<th>{}</th>", escaped(cell)));
         self.body += "</tr></thead><tbody>\n";
         for (marked, cells) in rows {
             self.body += if marked { "<tr class=\"marked\">" } else { "<tr>" };
-            cells.iter().for_each(|cell| self.body += &format!("<td>{}</td>", escaped(cell)));
+            cells.iter().for_each(|text| self.body += &format!("<td>{}</td>", cell(text)));
             self.body += "</tr>\n";
         }
         self.body += "</tbody></table></div>\n";
@@ -88,5 +89,13 @@ impl Html {
             plot::STYLE,
             self.body
         )
+    }
+}
+
+/// The first line of a cell, and the others below it.
+fn cell(text: &str) -> String {
+    match text.split_once('\n') {
+        Some((first, rest)) => format!("{}<small>{}</small>", escaped(first), escaped(rest)),
+        None => escaped(text),
     }
 }

@@ -148,7 +148,9 @@ const SUITES: [(&str, &str); 5] = [
 fn title(named: &[(String, Measured)]) -> String {
     let mut names: Vec<&str> = Vec::new();
     for (name, _) in named {
-        if !names.contains(&name.as_str()) {
+        // A file of several devices has its name before theirs.
+        let name = name.split(", ").next().unwrap_or(name);
+        if !names.contains(&name) {
             names.push(name);
         }
     }
@@ -196,6 +198,11 @@ fn by_family(points: Vec<(Family, Point)>) -> Vec<Series> {
         Series { name: family.name().into(), colour: colour(family), points }
     };
     Family::ALL.into_iter().map(of).filter(|series: &Series| !series.points.is_empty()).collect()
+}
+
+/// A report's name with its backend, where the name does not have that.
+fn with_backend(name: &str, backend: &str) -> String {
+    if name.ends_with(backend) { name.to_owned() } else { format!("{name}: {backend}") }
 }
 
 /// The run of a report in a sentence, as far as it is known.

@@ -136,7 +136,7 @@ fn a_page_shows_every_kind_of_report() {
         "right is right in all that was checked: 3 checks passed, 0 failed.",
         "1 are not served and say so",
         "<td>per token, 4 bits</td><td>✓ 1 of 1</td><td>not served</td>",
-        "<h1>kvpack: model, documents, right, lacking",
+        "<h1>kvpack: model, documents, right, lacking and H200</h1>",
         "<p>All 5 checks passed.",
         "kivi:4 keeps the predictions of a model (KL 0.0030)",
     ] {

@@ -196,6 +196,16 @@ fn rust_files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
+/// The documentation in a Rust file, each line in its place: the command's help is made of it.
+fn documentation(code: &str) -> String {
+    let comment = |line: &str| -> Option<String> {
+        let line = line.trim_start();
+        let text = line.strip_prefix("///").or_else(|| line.strip_prefix("//!"))?;
+        Some(text.strip_prefix(' ').unwrap_or(text).to_owned())
+    };
+    code.lines().map(|line| comment(line).unwrap_or_default()).collect::<Vec<_>>().join("\n")
+}
+
 /// Whether a document is held to plain English. The diaries of the lab are records of their time.
 fn is_held(document: &Path) -> bool {
     let name = name(document);
@@ -204,11 +214,15 @@ fn is_held(document: &Path) -> bool {
 }
 
 #[test]
-fn documents_are_plain_english() {
+fn documents_and_help_are_plain_english() {
+    let help = rust_files(&root().join("cli/src/commands"));
+    let texts = documents().into_iter().filter(|path| is_held(path)).chain(help).map(|path| {
+        let text = fs::read_to_string(&path).expect("a readable text");
+        let is_code = path.extension().is_some_and(|extension| extension == "rs");
+        (name(&path), if is_code { documentation(&text) } else { text })
+    });
     let (mut faults, mut used) = (Vec::new(), BTreeSet::new());
-    for path in documents().into_iter().filter(|path| is_held(path)) {
-        let text = fs::read_to_string(&path).expect("a readable document");
-        let document = name(&path);
+    for (document, text) in texts {
         for (habit, line) in habits(&text) {
             let is_excepted = |exception: &Exception| exception.document == document && exception.habit == habit.name;
             match EXCEPTIONS.iter().position(is_excepted) {

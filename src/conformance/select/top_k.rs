@@ -50,6 +50,8 @@ pub fn top_k_cases() -> Vec<TopKCase> {
         ("equal", 2, 300, 100, Equal),
         ("special", 4, 600, 200, Special),
         ("many", 2, 70_000, 20_011, Ties),
+        // The last of the chosen are zeros, of both signs.
+        ("zeros", 4, 600, 280, Special),
     ];
     let case = |(i, (name, kv_heads, n, k, scores)): (usize, (&str, usize, usize, usize, Scores))| TopKCase {
         name: format!("top-k-{name}"),
@@ -58,7 +60,7 @@ pub fn top_k_cases() -> Vec<TopKCase> {
         k,
         scores,
         seed: 4000 + i as u64,
-        quick: matches!(name, "budget-0" | "budget-100" | "ties" | "special"),
+        quick: matches!(name, "budget-0" | "budget-100" | "ties" | "special" | "zeros"),
     };
     sizes.into_iter().enumerate().map(case).collect()
 }

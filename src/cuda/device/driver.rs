@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(check_version("kernels", 13_010, LEAST_DRIVER), Ok(()));
         let error = check_version("kernels", 11_070, LEAST_DRIVER).unwrap_err();
         assert!(matches!(error, Error::Adapter { .. }), "{error}");
-        assert!(error.to_string().contains("up to 11.7, kernels need 11.8"), "{error}");
+        assert!(error.to_string().contains("up to 11.7, but kernels need 11.8"), "{error}");
     }
 
     #[test]

@@ -186,7 +186,7 @@ impl<'a> QuerySet<'a> {
 }
 
 impl Layer {
-    /// The layer with keys less their centre: the mean of the first [`CENTRE_TOKENS`] of every head.
+    /// The layer with centred keys: minus the mean of the first [`CENTRE_TOKENS`] of every head.
     fn less_centre(&self) -> Self {
         let head_dim = self.shape.head_dim();
         let mut keys = self.keys.clone();

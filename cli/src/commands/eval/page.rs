@@ -65,7 +65,7 @@ fn check_name(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The path with an ending more: `run.1` is not `run.2`.
+/// The path with one extra ending: `run.1` is not `run.2`.
 pub fn with_ending(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);

@@ -80,8 +80,8 @@ impl<B: Backend> StoredLayer<B> {
         self.stores.bytes(backend)
     }
 
-    /// Bits per element of the tokens that are packed, with all ranges and padding, and a centre of so many bytes;
-    /// those of f16 where none are packed.
+    /// Bits per element of the packed tokens, with all ranges and padding and a centre of `centre_bytes` bytes. 16 if
+    /// no token is packed.
     pub fn packed_bits(&self, centre_bytes: usize) -> f64 {
         let Some(segment) = self.packed() else { return 16.0 };
         let (format, shape) = (segment.format, &self.shape);

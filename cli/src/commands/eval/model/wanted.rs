@@ -55,8 +55,8 @@ fn windowed() -> impl Iterator<Item = ModelRecipe> {
     packed().filter_map(|recipe| protected(&recipe)?.parse().ok())
 }
 
-/// Options that take the edge off a coarse recipe: keys less their centre, where the format takes one, and the first
-/// and the last 128 tokens in f16.
+/// Options that take the edge off a coarse recipe: centred keys, if the format takes a centre, and the first and
+/// the last 128 tokens in f16.
 const PROTECTION: [(&str, &str); 3] = [("centre", "centre"), ("sink=", "sink=128"), ("window=", "window=128")];
 
 /// The recipe with all of them that it lacks, or none if it lacks none. Methods that pack tile by tile have
