@@ -19,6 +19,7 @@ use super::specialisation::MAX_TILES;
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryLayout, Work};
+use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
@@ -27,6 +28,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     work: Work,
+    path: Path,
     input: ElementType,
     output: ElementType,
     query_rows: QueryLayout,
@@ -96,7 +98,9 @@ impl AttendStep {
         let launches = builder.launches();
         let Layout { tables, scratch, .. } = builder.layout;
         let (dense, output) = (QueryLayout::dense(work.shape()), options.output);
-        let step = Self { work, input, output, query_rows: dense, output_rows: dense, lse, launches, tables, scratch };
+        let path = capabilities.path();
+        let step =
+            Self { work, path, input, output, query_rows: dense, output_rows: dense, lse, launches, tables, scratch };
         step.check_limits(capabilities)?;
         Ok(step)
     }
@@ -120,6 +124,11 @@ impl AttendStep {
     /// The work items of the step.
     pub fn work(&self) -> &Work {
         &self.work
+    }
+
+    /// The path of its device: kernels take no higher one.
+    pub const fn path(&self) -> Path {
+        self.path
     }
 
     /// Sizes of the scratch that the step needs.
