@@ -48,7 +48,7 @@ impl Prepared {
 pub(super) fn cut_segment(
     plan: &AttendPlan,
     segment: &StorePart,
-    blocks: &[Block],
+    (blocks, least_limited): (&[Block], usize),
     splits: [&Split; 2],
 ) -> (StoreWork, Vec<usize>) {
     let shape = plan.shape();
@@ -61,7 +61,12 @@ pub(super) fn cut_segment(
         let first = parts.len();
         let of_run = first_block[span.run]..first_block[span.run + 1];
         for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-            block.add_parts(index, &plan.runs()[span.run], span, &mut parts);
+            match segment.calibration() {
+                None if block.queries >= least_limited => {
+                    block.add_limited_parts(index, &plan.runs()[span.run], span, &mut parts);
+                }
+                _ => block.add_parts(index, &plan.runs()[span.run], span, &mut parts),
+            }
         }
         // A query has scores of its own where they are calibrated, by its own extremes.
         if segment.calibration().is_some() {
@@ -123,7 +128,8 @@ pub(super) fn cut_segment(
                             false => (first_score + query * span_tiles + tiles.start) as u32,
                             true => (segment.pages().len() + token_bits.len()) as u32,
                         },
-                        unused: 0,
+                        // Of a part that was cut, the first query may see no token of the last items.
+                        later: (tokens.end + part.later).saturating_sub(part.tokens.end) as u32,
                     };
                     if masked {
                         add_bits(&mut token_bits, tokens, sees);

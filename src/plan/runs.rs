@@ -60,13 +60,14 @@ impl PlannedRun {
 
     /// What a query of the run sees of a span of its sequence.
     pub fn seen(&self, query: usize, span: &PlannedSpan) -> Seen {
-        let limits = self.limits(query);
-        match span.gathered {
-            None => Seen::of(limits, span.start, span.tokens),
-            // A plan is made only where it is all of them or none.
-            Some(end) if sees_whole(limits, span.start, end) => Seen { from: 0, to: span.tokens, tree: span.tokens },
-            Some(_) => Seen::NOTHING,
-        }
+        seen_by(self.limits(query), span)
+    }
+
+    /// What the queries from `first` to `last`, which move evenly, see of a span together.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn seen_between(&self, first: usize, last: usize, span: &PlannedSpan) -> Seen {
+        let (RowLimits { from, .. }, RowLimits { to, .. }) = (self.limits(first), self.limits(last));
+        seen_by(RowLimits { from, to, tree: to }, span)
     }
 
     /// Whether the queries see the first tokens of every span, by the stored order alone.
@@ -116,6 +117,16 @@ impl PlannedRun {
                 Err(Error::Unsupported { what, hint: hint.into() })
             }
         }
+    }
+}
+
+/// What queries of such limits see of a span.
+fn seen_by(limits: RowLimits, span: &PlannedSpan) -> Seen {
+    match span.gathered {
+        None => Seen::of(limits, span.start, span.tokens),
+        // A plan is made only where it is all of them or none.
+        Some(end) if sees_whole(limits, span.start, end) => Seen { from: 0, to: span.tokens, tree: span.tokens },
+        Some(_) => Seen::NOTHING,
     }
 }
 

@@ -1,11 +1,13 @@
 //! What of a plan the launches of a step take: blocks of queries, and their parts of spans.
 
-use super::logits::{MOST_TREE_TOKENS, TokenMask};
+use std::ops::Range;
+
+use super::logits::TokenMask;
 use super::run_variant::{BLOCK_ROWS, LEAST_ROWS, RunVariant};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, StorePart, blocks};
+use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, StorePart, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
 const MOST_HEADS: usize = 8;
@@ -31,7 +33,7 @@ pub(super) const fn are_many(shape: &AttentionShape, queries: usize) -> bool {
 /// others in those of `attend`.
 pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block> {
     let shape = plan.shape();
-    let few = blocks(plan, BlockQueries { most: few_queries(shape), least: 1 });
+    let few = blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
     if !plan.runs().iter().any(|run| are_many(shape, run.run.queries) && run.moves_evenly())
         || !plan.segments().iter().all(serves(shape, facts))
     {
@@ -99,12 +101,10 @@ impl SegmentParts {
                 for mut part in of_block.drain(..) {
                     part.first += block.first;
                     match (segment.calibration(), part.queries) {
-                        // Of a tree, a query may see nothing at all.
-                        (_, 1)
-                            if part.masked
-                                && !part.tokens.clone().any(|token| run.sees(part.first, span.start + token)) => {}
-                        (_, 1) if part.masked => match TokenMask::of(&run.run.visible) {
-                            TokenMask::Tree => trees.push((of_span, part)),
+                        (_, 1) if part.masked => match run.run.visible {
+                            Visible::Tree(_) => {
+                                trees.extend(tree_parts(run, span, part).map(|part| (of_span, part)));
+                            }
                             _ => windowed.push((of_span, part)),
                         },
                         (_, 1) => single.push((of_span, part)),
@@ -146,25 +146,22 @@ impl SegmentParts {
         match (self.mask, self.queries) {
             (TokenMask::Tree, _) => {
                 let from = seen.tree.max(first);
-                let sees = |bit: &usize| run.sees(part.first, span.start + from + bit);
-                let bits = (0..MOST_TREE_TOKENS.min(span.tokens - from.min(span.tokens))).filter(sees);
-                let bits = bits.fold(0u64, |bits, bit| bits | 1 << bit);
-                ItemLimits { seen: word(from as i64), from: 0, tree: Some([bits as u32, (bits >> 32) as u32]) }
+                let mut tree = [0; TILE_TOKENS / 32];
+                let bits = (part.tokens.end - from).min(TILE_TOKENS);
+                for bit in (0..bits).filter(|bit| run.sees(part.first, span.start + from + bit)) {
+                    tree[bit / 32] |= 1 << (bit % 32);
+                }
+                ItemLimits { seen: word(from as i64), from: 0, tree }
             }
             (TokenMask::Window, ItemQueries::Few(_)) => {
-                ItemLimits { seen: word(seen.from as i64), from: 0, tree: None }
+                ItemLimits { seen: word(seen.from as i64), from: 0, tree: [0; 4] }
             }
             _ => {
-                // Queries see a token more each, also before the first of the span.
-                let to = match span.gathered {
-                    None => i64::from(limits.to) - span.start as i64,
-                    Some(_) => seen.to as i64,
-                };
-                let from = match (span.gathered, run.window_start(part.first)) {
-                    (None, Some(start)) => start - span.start as i64,
-                    _ => i64::from(i32::MIN / 2),
-                };
-                ItemLimits { seen: word(to), from: word(from), tree: None }
+                // Counted from the span's first token, also before it and behind its last. A gathered span is seen as
+                // if its tokens stood at its first positions: queries that differ over it are over one of one token.
+                let to = i64::from(limits.to) - span.start as i64;
+                let from = run.window_start(part.first).map_or(i64::from(i32::MIN / 2), |at| at - span.start as i64);
+                ItemLimits { seen: word(to), from: word(from), tree: [0; 4] }
             }
         }
     }
@@ -176,17 +173,34 @@ pub(super) struct ItemLimits {
     pub(super) seen: i32,
     pub(super) from: i32,
     /// Bits of a tree, the lowest first.
-    pub(super) tree: Option<[u32; 2]>,
+    pub(super) tree: [u32; TILE_TOKENS / 32],
 }
 
-/// All of a span that the last query of a block sees.
+/// A part of which the bits of a tree decide some tokens, in parts of which they decide no more than an item has bits
+/// for. Parts of which the query sees nothing are left out.
+fn tree_parts(run: &PlannedRun, span: &PlannedSpan, part: Part) -> impl Iterator<Item = Part> {
+    let tree = run.seen(part.first, span).tree.max(part.tokens.start);
+    let first_end = match part.tokens.end - tree <= TILE_TOKENS {
+        true => part.tokens.end,
+        false => (tree / TILE_TOKENS + 1) * TILE_TOKENS,
+    };
+    let others = (first_end..part.tokens.end).step_by(TILE_TOKENS);
+    let ends = others.clone().map(|start| (start + TILE_TOKENS).min(part.tokens.end));
+    let all = std::iter::once(part.tokens.start..first_end).chain(others.zip(ends).map(|(start, end)| start..end));
+    let is_seen = |tokens: &Range<usize>| {
+        tokens.start < tree || tokens.clone().any(|token| run.sees(part.first, span.start + token))
+    };
+    let seen: Vec<Range<usize>> = all.filter(is_seen).collect();
+    seen.into_iter().map(move |tokens| Part { tokens, ..part.clone() })
+}
+
+/// What the queries of a block together see of a span. Each sees what the one before it sees, moved by a position, so
+/// that this is one interval, though the first query may be past the span and the last one not yet there.
 fn whole_part(index: usize, block: &Block, run: &PlannedRun, span: &PlannedSpan) -> Option<Part> {
     let (first, queries) = (block.first, block.queries);
-    let seen = [run.seen(first, span), run.seen(first + queries - 1, span)];
-    // The first query sees the first tokens, the last one the last.
-    let from = if seen[0].is_empty() { 0 } else { seen[0].from / TILE_TOKENS * TILE_TOKENS };
-    let tokens = from..seen[1].to;
-    (!tokens.is_empty()).then_some(Part { block: index, first, queries, tokens, masked: false })
+    let seen = run.seen_between(first, first + queries - 1, span);
+    let tokens = seen.from / TILE_TOKENS * TILE_TOKENS..seen.to;
+    (!seen.is_empty()).then_some(Part { block: index, first, queries, tokens, masked: false, later: 0 })
 }
 
 #[cfg(test)]
@@ -199,7 +213,7 @@ mod tests {
     use super::*;
     use crate::Bits;
     use crate::format::{SegmentFormat, TILE_TOKENS};
-    use crate::plan::{Page, QueryRun, SpanView, StoreView, TreeMask, Visible};
+    use crate::plan::{Page, QueryRun, SpanView, StoreView, TreeMask};
     use proptest::prelude::*;
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
@@ -214,8 +228,8 @@ mod tests {
             TokenMask::None => true,
             TokenMask::Window => token >= item.seen,
             TokenMask::Tree => {
-                let bits = u64::from(item.stride) << 32 | u64::from(item.extremes);
-                token < item.seen || bits >> (token - item.seen) & 1 == 1
+                let bit = (token - item.seen) as usize;
+                token < item.seen || item.tree[bit / 32] >> (bit % 32) & 1 == 1
             }
         }
     }
@@ -228,7 +242,7 @@ mod tests {
         fn every_query_gets_what_it_sees(
             lengths in prop::collection::vec((0usize..3, 1usize..900), 3..14),
             group in prop::sample::select(vec![1usize, 4, 7, 64, 300]),
-            wanted in prop::collection::vec((1usize..400, 0usize..4, 1usize..500), 3),
+            wanted in prop::collection::vec((1usize..400, 0usize..5, 1usize..500), 3),
             sketch in any::<bool>(),
         ) {
             let shape = AttentionShape::new(2 * group, 2, 128).unwrap();
@@ -248,12 +262,17 @@ mod tests {
             let store = |format, spans| StoreView { format, calibration: None, spans };
             let stores = [store(SegmentFormat::F16, of(0)), store(packed, of(1))];
             let runs: Vec<QueryRun> = wanted.iter().enumerate().map(|(sequence, &(queries, kind, left))| {
-                let queries = queries.min(starts[sequence]).min(if kind == 3 { MOST_TREE_TOKENS } else { 400 });
+                let queries = queries.min(starts[sequence]);
                 let bits = || (0..(queries * queries).div_ceil(8)).map(|i| (i * left) as u8).collect::<Vec<_>>();
                 let visible = match kind {
                     0 => Visible::All,
                     1 => Visible::Causal,
                     2 => Visible::Window { left },
+                    4 => {
+                        let at = left.min(starts[sequence] - 1);
+                        let spans = std::iter::once(at / 2..at + 1).collect();
+                        Visible::Spans { left: (left % 2 == 0).then_some(left), spans }
+                    }
                     _ => Visible::Tree(TreeMask::from_bits(queries, queries, &bits()).unwrap()),
                 };
                 QueryRun::new(sequence, queries, visible)
@@ -272,9 +291,8 @@ mod tests {
                     for query in 0..item.queries {
                         let row = (item.row + query) as usize;
                         seen[row] += (0..item.tokens as i32).filter(|&t| is_seen(segment, item, query as i32, t)).count();
-                        let stride = if segment.kernel.takes_trees() { 0 } else { item.stride };
-                        let state = item.state + query * stride;
-                        let first = item.first_state + query * stride;
+                        let state = item.state + query * item.stride;
+                        let first = item.first_state + query * item.stride;
                         prop_assert!((first..first + item.states).contains(&state));
                         prop_assert!(states.insert(state, row).is_none() || segment.cluster > 1);
                         if run_kernel && item.states > 1 && item.state == item.first_state {
