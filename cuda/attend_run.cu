@@ -192,9 +192,9 @@ __device__ __forceinline__ int row_start(const AttendCall& call, const Item& ite
     return max(item.from + (int)min((u32)row / call.group, item.queries - 1u), 0);
 }
 
-// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. If some rows do not see all of them, `limits`
-// are the numbers of the item's tokens up to the last that they see, and `before` is the number of its tokens before
-// these.
+// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. If some rows do not see all of them,
+// `limits` are the numbers of the item's tokens up to the last that they see, and `before` is the number of its tokens
+// before these.
 template <bool SOME_HIDDEN>
 __device__ __forceinline__ void attend_pass(const AttendCall& call, const Item& item, RunSums& sums,
                                             const RunQueries& queries, const RowConstants* constants, const int* limits,
@@ -432,11 +432,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
                 const RowConstants* constants = row_constants + first_row;
                 const int* limits = row_limits + first_row;
                 if (before + RUN_TOKENS <= least && (!MASKED || before >= last_seen)) {
-                    attend_pass<false>(call, item, sums, queries, constants, limits, first_row, before, keys_from, values_from,
-                                       lane);
+                    attend_pass<false>(call, item, sums, queries, constants, limits, first_row, before, keys_from,
+                                       values_from, lane);
                 } else {
-                    attend_pass<true>(call, item, sums, queries, constants, limits, first_row, before, keys_from, values_from,
-                                      lane);
+                    attend_pass<true>(call, item, sums, queries, constants, limits, first_row, before, keys_from,
+                                       values_from, lane);
                 }
             }
         }

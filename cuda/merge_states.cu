@@ -27,11 +27,15 @@ __device__ __forceinline__ ItemState with_sink(const AttendCall& call, u32 head,
     return {state.out * own / total, largest + log2_approx(total)};
 }
 
+// Log-sum-exps below this are of queries that see no token (attend_run.cu gives them −1e30): their output is 0.
+constexpr float LEAST_LSE = -1e29f;
+
 // Channels beyond those of the output are skipped.
 __device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u32 head, u32 channel,
                                              ItemState without_sink) {
     if (channel >= TENSOR_CHANNELS) return;
-    const ItemState state = with_sink(call, head, without_sink);
+    ItemState state = with_sink(call, head, without_sink);
+    if (state.lse < LEAST_LSE) state = {0.0f, -__int_as_float(0x7f800000)};
     const u64 query_head = (u64)row * call.kv_heads * call.group + head;
     if (call.lse != nullptr && channel == 0) call.lse[query_head] = state.lse * 0.69314718f;
     const u64 index = row * call.output_stride + (u64)head * TENSOR_CHANNELS + channel;

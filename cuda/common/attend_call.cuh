@@ -36,6 +36,8 @@ struct Item {
     // The first token of the item that its first query sees, negative before the item; each query begins one later.
     // Read where an item is of many queries with a window.
     int from;
+    // Of an item with a tree, which of the tokens from `seen` on its query sees, the lowest bit of the first word first.
+    u32 tree[TILE_TOKENS / 32];
 };
 
 struct AttendCall {

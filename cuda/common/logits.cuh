@@ -4,8 +4,7 @@
 //   a sink is a logit without a value: it is joined once, where the output of a query is written
 //
 // Everything is in units of log2. MASKED 1: an item's tokens before `seen` are hidden. MASKED 2: from token `seen` on
-// the bits of a tree decide, at most 64 of them, the lowest bits in `extremes` and the others in `stride`. Both are of
-// items of one query, which sees one of their tokens at least.
+// the bits of a tree decide. Both are of items of one query.
 
 #pragma once
 
@@ -13,7 +12,7 @@
 #include "common/attend_call.cuh"
 
 // The score of a hidden token: far below all others, and finite, so that passes of hidden tokens alone have a largest
-// score. What they add is multiplied by 0 as soon as there is another.
+// score. What they add is multiplied by 0 as soon as there is another; where there is none, write_output writes 0.
 constexpr float HIDDEN = -1e30f;
 
 __device__ __forceinline__ float capped(const AttendCall& call, float score) {
@@ -29,8 +28,9 @@ __device__ __forceinline__ bool is_hidden(const Item& item, int token) {
     if constexpr (MASKED == 1) return token < item.seen;
     if constexpr (MASKED == 2) {
         const int bit = token - item.seen;
-        const u64 bits = (u64)item.stride << 32 | item.extremes;
-        return bit >= 0 && (bit >= 64 || (bits >> bit & 1u) == 0u);
+        // Chosen, not indexed: the words stay in registers.
+        const u32 word = bit < 64 ? (bit < 32 ? item.tree[0] : item.tree[1]) : bit < 96 ? item.tree[2] : item.tree[3];
+        return bit >= 0 && (word >> (bit & 31) & 1u) == 0u;
     }
     return false;
 }

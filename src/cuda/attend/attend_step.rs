@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::launch::{AttendCall, BoundAttendStep, Launch, UnseenRow};
-use super::logits::check_visible;
+use super::launch::{AttendCall, BoundAttendStep, Launch};
 use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
 use super::run_variant::RunVariant;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
@@ -42,15 +41,15 @@ pub struct AttendTensors<'a> {
 /// eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
-    shape: AttentionShape,
+    pub(super) shape: AttentionShape,
     rows: usize,
     segments: Vec<PlannedLaunch>,
     states: usize,
     /// Queries that see no token.
-    unseen: Vec<usize>,
-    scoring: Scoring,
+    pub(super) unseen: Vec<usize>,
+    pub(super) scoring: Scoring,
     query_rows: QueryLayout,
-    output_rows: QueryLayout,
+    pub(super) output_rows: QueryLayout,
 }
 
 /// Compiles every attention kernel that steps over these stores may use, for runs of up to `longest` queries.
@@ -96,7 +95,6 @@ impl AttendStep {
     }
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
-        plan.runs().iter().try_for_each(|planned| check_visible(&planned.run.visible))?;
         let shape = *plan.shape();
         let blocks = query_blocks(facts, plan);
         let mut segments = Vec::new();
@@ -302,43 +300,6 @@ impl AttendStep {
         let Some(sinks) = self.scoring.sinks() else { return Ok(None) };
         let base_2: Vec<f32> = sinks.iter().map(|sink| (sink * LOG2_E).max(f32::MIN)).collect();
         Memory::upload(stream, "sinks", bytemuck::cast_slice(&base_2)).map(Some)
-    }
-
-    /// What is written for queries that see no token, which no kernel takes: the output 0, and the log-sum-exp −∞ or
-    /// that of the sink.
-    fn bind_unseen(&self, step: &mut BoundAttendStep, output: &Tensor, lse: Option<&Tensor>) -> Result<()> {
-        if self.unseen.is_empty() {
-            return Ok(());
-        }
-        let heads = self.shape.query_heads();
-        let of_row: Vec<f32> = self.scoring.sinks().map_or(vec![f32::NEG_INFINITY; heads], <[f32]>::to_vec);
-        let of_row = Memory::upload(&step.stream, "log-sum-exps of no tokens", bytemuck::cast_slice(&of_row))?;
-        step.memory.push(of_row.clone());
-        step.unseen = self
-            .unseen
-            .iter()
-            .map(|&row| UnseenRow {
-                output: output.address_of(self.output_rows.row(row)),
-                bytes: heads * self.shape.head_dim() * output.element_type().bytes(),
-                lse: lse.map(|lse| lse.address_of(row * heads)),
-                of_row: of_row.clone(),
-            })
-            .collect();
-        Ok(())
-    }
-
-    /// Checks that every query sees a token: tables that are written step by step have no place for others.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`].
-    pub(in crate::cuda) fn check_seen(&self) -> Result<()> {
-        match self.unseen.first() {
-            None => Ok(()),
-            Some(row) => Err(Error::Unsupported {
-                what: format!("query {row}, which sees no token, in a step of a model on CUDA"),
-                hint: "leave the sequence out of the step, or attend with KvCache".into(),
-            }),
-        }
     }
 }
 

@@ -2,7 +2,6 @@
 
 use cudarc::driver::LaunchConfig;
 
-use super::logits::TokenMask;
 use super::run_variant::RunVariant;
 use super::variant::{AttendVariant, ScorePass};
 use crate::Result;
@@ -38,11 +37,6 @@ impl SegmentKernel {
     /// True if the items of a query may form clusters.
     pub(super) const fn forms_clusters(&self) -> bool {
         matches!(self, Self::Attend(variant) if variant.queries == 1)
-    }
-
-    /// True if items have bits of a tree.
-    pub(super) const fn takes_trees(&self) -> bool {
-        matches!(self, Self::Attend(variant) if matches!(variant.logits.mask, TokenMask::Tree))
     }
 
     /// The kernel for `blocks` blocks, compiled unless it was compiled before.

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::result::{memcpy_dtod_async, memset_d8_async};
+use cudarc::driver::result::memset_d8_async;
 use cudarc::driver::{CudaStream, DeviceRepr};
 
+use super::unseen::UnseenRow;
 use crate::Result;
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::launch::KernelLaunch;
@@ -84,29 +85,6 @@ impl Launch {
         // SAFETY: The argument matches the kernel. Pages, slots, queries, output and scratch were checked or sized when
         // the step was bound, and the step keeps them alive.
         unsafe { self.kernel.run(stream, &AttendCall { early: begins as u32, ..self.call }) }
-    }
-}
-
-/// The output and the log-sum-exps of a query that sees no token.
-#[derive(Debug)]
-pub(super) struct UnseenRow {
-    pub(super) output: u64,
-    pub(super) bytes: usize,
-    pub(super) lse: Option<u64>,
-    /// The log-sum-exps of such a row.
-    pub(super) of_row: Arc<Memory>,
-}
-
-impl UnseenRow {
-    fn write(&self, stream: &Arc<CudaStream>) -> Result<()> {
-        let failed = |error| driver_error("attend", 0, error);
-        stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the row is one of an output that was checked to have it, and lives as long as the step.
-        unsafe { memset_d8_async(self.output, 0, self.bytes, stream.cu_stream()) }.map_err(failed)?;
-        let Some(lse) = self.lse else { return Ok(()) };
-        // SAFETY: as above, of the log-sum-exps; both have one of every query head.
-        unsafe { memcpy_dtod_async(lse, self.of_row.address(), self.of_row.bytes(), stream.cu_stream()) }
-            .map_err(failed)
     }
 }
 

@@ -1,7 +1,6 @@
 //! How scores become logits in a launch: what its kernel is compiled with beside the format.
 
-use crate::plan::{Scoring, Visible};
-use crate::{Error, Result};
+use crate::plan::Scoring;
 
 /// How the scores of a launch become logits: `cuda/common/logits.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -26,9 +25,6 @@ pub(super) enum TokenMask {
     Tree = 2,
 }
 
-/// Newest tokens that an item has bits for.
-pub(super) const MOST_TREE_TOKENS: usize = 64;
-
 impl Logits {
     pub(super) fn new(scoring: &Scoring, mask: TokenMask) -> Self {
         Self { capped: scoring.soft_cap().is_some(), sinks: scoring.sinks().is_some(), mask }
@@ -37,26 +33,5 @@ impl Logits {
     /// What kernels are compiled with.
     pub(super) const fn defines(self) -> [(&'static str, usize); 3] {
         [("CAPPED", self.capped as usize), ("SINKS", self.sinks as usize), ("MASKED", self.mask as usize)]
-    }
-}
-
-impl TokenMask {
-    /// That of items of which some tokens are hidden.
-    pub(super) const fn of(visible: &Visible) -> Self {
-        match visible {
-            Visible::Tree(_) => Self::Tree,
-            _ => Self::Window,
-        }
-    }
-}
-
-/// Checks that there are kernels for what the queries of a run see.
-pub(super) fn check_visible(visible: &Visible) -> Result<()> {
-    match visible {
-        Visible::Tree(mask) if mask.tokens() > MOST_TREE_TOKENS => Err(Error::Unsupported {
-            what: format!("a tree mask over {} tokens on CUDA", mask.tokens()),
-            hint: format!("masks over the newest {MOST_TREE_TOKENS} tokens are served; verify fewer drafts at once"),
-        }),
-        _ => Ok(()),
     }
 }

@@ -12,4 +12,5 @@ pub(super) mod scratch;
 mod segment;
 mod split;
 pub(super) mod uncentre_lse;
+mod unseen;
 mod variant;

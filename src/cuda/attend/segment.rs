@@ -38,6 +38,7 @@ pub(super) struct Item {
     pub(super) stride: u32,
     pub(super) seen: i32,
     pub(super) from: i32,
+    pub(super) tree: [u32; 4],
 }
 
 /// One launch of a step: items of one segment that have one query each, or query blocks.
@@ -90,7 +91,6 @@ impl PlannedLaunch {
                 let first = part.tokens.start + start * TILE_TOKENS;
                 let end = (first + length * TILE_TOKENS).min(part.tokens.end);
                 let limits = parts.seen(span, part, first);
-                let extremes = (first_extremes[*index] + part.first) as u32;
                 items.push(Item {
                     first_page: (span.first_page + first / TILE_TOKENS) as u32,
                     tokens: (end - first) as u32,
@@ -99,11 +99,12 @@ impl PlannedLaunch {
                     state: 0, // these are known once all segments are cut
                     first_state: 0,
                     states: 0,
-                    extremes: limits.tree.map_or(extremes, |[low, _]| low),
+                    extremes: (first_extremes[*index] + part.first) as u32,
                     queries: part.queries as u32,
-                    stride: limits.tree.map_or(0, |[_, high]| high),
+                    stride: 0,
                     seen: limits.seen,
                     from: limits.from,
+                    tree: limits.tree,
                 });
                 blocks.push(part.block);
             }
@@ -338,10 +339,7 @@ pub(super) fn assign_states(
             let place = rows.take(of[0], group[0].row as usize, group[0].queries as usize);
             for item in group {
                 item.state = place.state;
-                // Items of a tree have one query, and bits in place of the stride.
-                if !segment.kernel.takes_trees() {
-                    item.stride = place.stride;
-                }
+                item.stride = place.stride;
                 (item.first_state, item.states) = (place.rows.first, place.rows.end - place.rows.first);
             }
         }
