@@ -213,7 +213,7 @@ fn run_in_words(run: Option<&crate::Run>) -> String {
 }
 
 /// A recipe with its format on a line of its own, or a format alone.
-fn named(name: &str, format: &str) -> String {
+fn recipe_and_format(name: &str, format: &str) -> String {
     if name == format { format.to_owned() } else { format!("{name}\n{format}") }
 }
 
