@@ -99,18 +99,21 @@ impl Parts {
     }
 }
 
+/// What the items of a dispatch have in common: the shard, whether they have several queries, and are masked.
+type DispatchKey = (u32, bool, bool);
+
 /// Items by dispatch, and the token bits of masked ones.
 #[derive(Default)]
 struct Items {
     token_bits: Vec<u32>,
-    /// Shard, whether they have several queries and are masked; items and their blocks.
-    dispatches: Vec<((u32, bool, bool), Vec<(WorkItem, usize)>)>,
+    /// The items of every dispatch, and their blocks.
+    dispatches: Vec<(DispatchKey, Vec<(WorkItem, usize)>)>,
     /// The dispatch of the last item.
     last: usize,
 }
 
 impl Items {
-    fn push(&mut self, key: (u32, bool, bool), item: (WorkItem, usize)) {
+    fn push(&mut self, key: DispatchKey, item: (WorkItem, usize)) {
         if self.dispatches.get(self.last).is_none_or(|(other, _)| *other != key) {
             self.last = self.dispatches.iter().position(|(other, _)| *other == key).unwrap_or(self.dispatches.len());
             if self.last == self.dispatches.len() {
@@ -126,8 +129,7 @@ impl Items {
         let count = self.dispatches.iter().map(|(_, items)| items.len()).sum();
         let (mut items, mut blocks) = (Vec::with_capacity(count), Vec::with_capacity(count));
         let mut dispatches = Vec::with_capacity(self.dispatches.len());
-        for ((shard, several, masked), mut of_dispatch) in self.dispatches {
-            of_dispatch.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
+        for ((shard, several, masked), of_dispatch) in self.dispatches {
             let most_queries = if several { most_queries } else { 1 };
             dispatches.push(Dispatch {
                 shard,
@@ -136,11 +138,22 @@ impl Items {
                 first_item: items.len(),
                 items: of_dispatch.len(),
             });
-            items.extend(of_dispatch.iter().map(|(item, _)| *item));
-            blocks.extend(of_dispatch.iter().map(|(_, block)| *block));
+            for (item, block) in longest_first(&of_dispatch).map(|place| of_dispatch[place]) {
+                items.push(item);
+                blocks.push(block);
+            }
         }
         (dispatches, items, blocks, self.token_bits)
     }
+}
+
+/// The places of the items, those of the most tokens first, and of as many tokens in their order. Words are sorted in
+/// place of items, which are several times as long.
+fn longest_first(items: &[(WorkItem, usize)]) -> impl Iterator<Item = usize> {
+    let key = |(place, (item, _)): (usize, &(WorkItem, usize))| u64::from(!item.tokens) << 32 | place as u64;
+    let mut keys: Vec<u64> = items.iter().enumerate().map(key).collect();
+    keys.sort_unstable();
+    keys.into_iter().map(|key| key as u32 as usize)
 }
 
 /// Cuts a segment into items, and says of which block each is. Blocks of at least `least_limited` queries take what not
@@ -158,14 +171,11 @@ pub(super) fn cut_segment(
     let cuts = parts.cuts(plan.shape(), splits);
     let mut items = Items::default();
     for (index, of_span) in parts.by_span() {
+        let pages = segment.pages_of(&segment.spans()[index]);
+        let in_shards = runs_in_one_shard(pages).map(|tiles| (pages[tiles.start].shard, tiles)).collect();
+        let cutter = Cutter { plan, segment, index, in_shards, prepared: &prepared, cuts: &cuts };
         for part in of_span {
-            cut_part(
-                plan,
-                segment,
-                (index, part, blocks[part.block].first + part.first),
-                (&prepared, &cuts),
-                &mut items,
-            );
+            cutter.cut(part, blocks[part.block].first + part.first, &mut items);
         }
     }
     let most_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
@@ -184,30 +194,32 @@ pub(super) fn cut_segment(
     (work, item_blocks)
 }
 
-/// Cuts a part of a span, whose first query is `query` within the run, into items.
-fn cut_part(
-    plan: &AttendPlan,
-    segment: &StorePart,
-    (index, part, query): (usize, &Part, usize),
-    (prepared, cuts): (&Prepared, &[Cut; 2]),
-    items: &mut Items,
-) {
-    let (span, (first_query, first_score)) = (&segment.spans()[index], prepared.spans[index]);
-    let run = &plan.runs()[span.run];
-    let pages = segment.pages_of(span);
-    let first_tile = part.tokens.start / TILE_TOKENS;
-    let seen = part.masked.then(|| run.seen(query, span));
-    let sees = |token| run.sees(query, span.start + token);
-    for in_shard in runs_in_one_shard(&pages[first_tile..part.tokens.end.div_ceil(TILE_TOKENS)]) {
-        let shard = pages[first_tile + in_shard.start].shard;
-        let in_shard = in_shard.start + first_tile..in_shard.end + first_tile;
-        for tiles in cuts[usize::from(part.queries > 1)].pieces(in_shard) {
+/// Cuts the parts of one span into items.
+struct Cutter<'a> {
+    plan: &'a AttendPlan,
+    segment: &'a StorePart,
+    /// The span.
+    index: usize,
+    /// Its runs of tiles in one shard.
+    in_shards: Vec<(u32, Range<usize>)>,
+    prepared: &'a Prepared,
+    cuts: &'a [Cut; 2],
+}
+
+impl Cutter<'_> {
+    /// Cuts a part, whose first query is `query` within the run.
+    fn cut(&self, part: &Part, query: usize, items: &mut Items) {
+        let (span, (first_query, first_score)) = (&self.segment.spans()[self.index], self.prepared.spans[self.index]);
+        let run = &self.plan.runs()[span.run];
+        let seen = part.masked.then(|| run.seen(query, span));
+        let sees = |token| run.sees(query, span.start + token);
+        for (shard, tiles) in self.pieces(part) {
             let tokens = tiles.start * TILE_TOKENS..(tiles.end * TILE_TOKENS).min(part.tokens.end);
             let masked = seen.is_some_and(|seen| seen.hides_some_of(&tokens));
             if masked && !tokens.clone().any(sees) {
                 continue;
             }
-            let first_tile_scores = first_score + query * span.tokens.div_ceil(TILE_TOKENS) + tiles.start;
+            let first_scores = first_score + query * span.tokens.div_ceil(TILE_TOKENS) + tiles.start;
             let item = WorkItem {
                 page_offset: (span.first_page + tiles.start) as u32,
                 tokens: tokens.len() as u32,
@@ -220,8 +232,8 @@ fn cut_part(
                 queries: part.queries as u32,
                 stride: 0,
                 scores: match masked {
-                    false => first_tile_scores as u32,
-                    true => (segment.pages().len() + items.token_bits.len()) as u32,
+                    false => first_scores as u32,
+                    true => (self.segment.pages().len() + items.token_bits.len()) as u32,
                 },
                 // Of a part that was cut, the first query may see no token of the last items.
                 later: (tokens.end + part.later).saturating_sub(part.tokens.end) as u32,
@@ -231,6 +243,17 @@ fn cut_part(
             }
             items.push((shard, part.queries > 1, masked), (item, part.block));
         }
+    }
+
+    /// The tiles of a part in pieces, and the shard of each.
+    fn pieces(&self, part: &Part) -> impl Iterator<Item = (u32, Range<usize>)> {
+        let cut = self.cuts[usize::from(part.queries > 1)];
+        let of_part = part.tokens.start / TILE_TOKENS..part.tokens.end.div_ceil(TILE_TOKENS);
+        self.in_shards.iter().flat_map(move |(shard, tiles)| {
+            let tiles = tiles.start.max(of_part.start)..tiles.end.min(of_part.end);
+            let pieces = (!tiles.is_empty()).then(|| cut.pieces(tiles));
+            pieces.into_iter().flatten().map(move |tiles| (*shard, tiles))
+        })
     }
 }
 

@@ -18,7 +18,7 @@ use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
 use super::specialisation::MAX_TILES;
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{AttendPlan, ElementType, QueryLayout, Work};
+use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreWork, Work};
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
@@ -37,6 +37,15 @@ pub struct AttendStep {
     launches: Vec<PlannedLaunch>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
+}
+
+/// Bytes of all tables of a step, and some for what lies between them.
+fn table_bytes(work: &Work) -> usize {
+    let of_segment = |segment: &StoreWork| {
+        size_of_val(segment.queries()) + size_of_val(segment.page_table()) + size_of_val(segment.items())
+    };
+    let bytes = work.segments().iter().map(of_segment).sum::<usize>() + size_of_val(work.rows());
+    bytes + bytes / 4 + 4096
 }
 
 /// [`QueryLayout::check`], or [`QueryLayout::check_room`].
@@ -93,7 +102,7 @@ impl AttendStep {
         (lse, room): (LseOutput, Sizing),
     ) -> Result<Self> {
         let work = Work::in_blocks(plan, options.split, block_queries(capabilities, plan, options))?;
-        let layout = Layout::new(capabilities, room);
+        let layout = Layout::new(capabilities, room, table_bytes(&work));
         let mut builder = Builder { capabilities, work: &work, input, options, lse, layout };
         let launches = builder.launches();
         let Layout { tables, scratch, .. } = builder.layout;
