@@ -1,6 +1,6 @@
 // attend: one decode step of one segment format, from queries to merged outputs.
 //
-//   score_t = q · k_t log2(e)/√d,   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
+//   score_t = q · k_t scale log2(e),   out = Σ_t 2^(score_t) v_t / Σ_t 2^(score_t)
 //
 // A block owns one item (consecutive tokens of a span, and one or a few queries) for one KV head and a chunk of query
 // heads. Its warps take the item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop:
@@ -37,6 +37,7 @@
 #include "common/rotation.cuh"
 #include "common/attend_call.cuh"
 #include "common/calibration.cuh"
+#include "common/logits.cuh"
 #include "prepare_query.cu"
 #include "common/three_bits.cuh"
 #include "common/scores.cuh"
@@ -255,6 +256,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 #pragma unroll
                 for (int i = 0; i < PASS_SCORES; i++) scores[i] = maps[i % LANE_HEADS](scores[i]);
             }
+            if constexpr (CAPPED) {
+#pragma unroll
+                for (int i = 0; i < PASS_SCORES; i++) scores[i] = capped(call, scores[i]);
+            }
+            if constexpr (MASKED != 0) {
+                const int first = step * STEP_TOKENS + pass * PASS_TOKENS + g;
+#pragma unroll
+                for (int i = 0; i < PASS_SCORES; i++) {
+                    if (is_hidden(item, first + 8 * (i / LANE_HEADS))) scores[i] = HIDDEN;
+                }
+            }
             if (tokens < PASS_TOKENS) {
 #pragma unroll
                 for (int i = 0; i < PASS_SCORES; i++) {
@@ -350,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const auto output = [&](int e) { return ROTATED ? rows[e] : block_output(join, joined, e); };
     if (call.cluster == 1) {
         for (int e = threadIdx.x; e < outputs; e += threads) {
-            const bool wanted = item.states > 1 || call.lse != nullptr;
-            const float lse = wanted && e % HEAD_DIM == 0 ? block_lse(join, e / HEAD_DIM) : 0.0f;
+            const bool wanted = SINKS || ((item.states > 1 || call.lse != nullptr) && e % HEAD_DIM == 0);
+            const float lse = wanted ? block_lse(join, e / HEAD_DIM) : 0.0f;
             write_state(call, item, first_head, e, {output(e), lse});
         }
     } else {

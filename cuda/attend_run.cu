@@ -1,6 +1,6 @@
 // attend_run: many queries of a run over one span, from queries to states or outputs.
 //
-//   score_rt = q_r · k_t log2(e)/√d  for t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
+//   score_rt = q_r · k_t scale log2(e)  for from_r <= t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
 //
 // A row r is a query and a query head. The rows of a block are queries of one run with all query heads of one KV head.
 // A block owns one item (consecutive tokens of a span, and up to ROWS rows) for one KV head, and a warp owns 16 of the
@@ -16,7 +16,8 @@
 // at the end. Otherwise each warp multiplies separately (m16n8k16). It reads every tile, and f16 tiles without
 // unpacking.
 //
-// Causal rows see the first `seen` tokens of the item, and each query sees one more than the previous one. A separate
+// Causal rows see the first `seen` tokens of the item, and each query sees one more than the previous one. With
+// a window (MASKED) each query also begins one token later than the previous one. A separate
 // launch merges the states (merge_run.cu): with this many rows, merging would take as long as a whole block for the
 // last block to arrive.
 //
@@ -32,6 +33,7 @@
 #include "common/rotation.cuh"
 #include "common/reduce.cuh"
 #include "common/attend_call.cuh"
+#include "common/logits.cuh"
 #include "common/tile_halves.cuh"
 #include "common/run_queries.cuh"
 #include "common/warpgroup.cuh"
@@ -184,11 +186,19 @@ __device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weigh
 }
 #endif
 
-// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. If some rows see fewer tokens, `limits`
-// are the numbers of the item's tokens that they see, and `before` is the number of its tokens before these.
-template <bool MASKED>
-__device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& queries, const RowConstants* constants,
-                                            const int* limits, int before, u32 keys, u32 values, int lane) {
+// The first token of the item that a row sees.
+__device__ __forceinline__ int row_start(const AttendCall& call, const Item& item, int row) {
+    if constexpr (MASKED == 0) return 0;
+    return max(item.from + (int)min((u32)row / call.group, item.queries - 1u), 0);
+}
+
+// RUN_TOKENS tokens of a unit of halves: keys at `keys`, values at `values`. If some rows do not see all of them,
+// `limits` are the numbers of the item's tokens up to the last that they see, and `before` is the number of its tokens
+// before these.
+template <bool SOME_HIDDEN>
+__device__ __forceinline__ void attend_pass(const AttendCall& call, const Item& item, RunSums& sums,
+                                            const RunQueries& queries, const RowConstants* constants, const int* limits,
+                                            int first_row, int before, u32 keys, u32 values, int lane) {
     PassProducts products;
     multiply_keys(products, queries, keys, lane);
     const int g = lane >> 2;
@@ -198,12 +208,23 @@ __device__ __forceinline__ void attend_pass(RunSums& sums, const RunQueries& que
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         of[h] = constants[8 * h + g];
-        if (MASKED) {
+        if constexpr (CAPPED) {
+            // The products become scores.
+#pragma unroll
+            for (int j = 0; j < 4 * PASS_STEPS; j++) {
+                float& product = products[j / 2][2 * h + j % 2];
+                product = capped(call, __fmaf_rn(product, of[h].delta, of[h].base));
+            }
+            of[h] = {1.0f, 0.0f};
+        }
+        if (SOME_HIDDEN) {
+            const int from = row_start(call, item, first_row + 8 * h + g) - before;
             const int limit = limits[8 * h + g] - before;
 #pragma unroll
             for (int j = 0; j < 4 * PASS_STEPS; j++) {
                 float& product = products[j / 2][2 * h + j % 2];
-                product = 8 * (j / 2) + 2 * c + j % 2 < limit ? product : -__int_as_float(0x7f800000);
+                const int token = 8 * (j / 2) + 2 * c + j % 2;
+                product = from <= token && token < limit ? product : -__int_as_float(0x7f800000);
             }
         }
         const float top = __fmaf_rn(largest_of_row(products, h), of[h].delta, of[h].base);
@@ -384,6 +405,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
     const int least = row_limits[first_of_group];
     const bool idle = first_of_group >= (int)(item.queries * call.group);
     const int most = idle ? 0 : row_limits[first_of_group + GROUP_ROWS - 1];
+    // Where the group begins to see, and from where on all its rows do.
+    const int first_seen = row_start(call, item, first_of_group);
+    const int last_seen = row_start(call, item, first_of_group + GROUP_ROWS - 1);
     RunSums sums;
     sums.clear();
 #pragma unroll 1
@@ -402,14 +426,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
             for (int pass = part; pass < UNIT_TOKENS / RUN_TOKENS; pass += TOKEN_PARTS) {
                 const int before = unit * UNIT_TOKENS + pass * RUN_TOKENS;
                 if (before >= most) break;
+                if (MASKED && before + RUN_TOKENS <= first_seen) continue;
                 const u32 values_from = values + pass * (PASS_STEPS * CHANNEL_STEPS * LOAD_BYTES);
                 const u32 keys_from = keys + pass * (PASS_STEPS * (WARPGROUPS ? 1 : CHANNEL_STEPS) * LOAD_BYTES);
                 const RowConstants* constants = row_constants + first_row;
                 const int* limits = row_limits + first_row;
-                if (before + RUN_TOKENS <= least) {
-                    attend_pass<false>(sums, queries, constants, limits, before, keys_from, values_from, lane);
+                if (before + RUN_TOKENS <= least && (!MASKED || before >= last_seen)) {
+                    attend_pass<false>(call, item, sums, queries, constants, limits, first_row, before, keys_from,
+                                       values_from, lane);
                 } else {
-                    attend_pass<true>(sums, queries, constants, limits, before, keys_from, values_from, lane);
+                    attend_pass<true>(call, item, sums, queries, constants, limits, first_row, before, keys_from,
+                                       values_from, lane);
                 }
             }
         }

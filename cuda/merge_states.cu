@@ -2,6 +2,8 @@
 //
 //   out = Σ_i 2^(lse_i − M) out_i / Σ_i 2^(lse_i − M),  M = max_i lse_i
 //
+// over the states, and a sink where the layer has them: one more state, of output 0.
+//
 // Blocks of a cluster merge first: each sends the others, through their shared memory, the parts of its outputs that
 // they merge. The last block of a query, KV head and chunk to arrive merges the remaining states. It resets the counter
 // to zero, so that the next step, or the next replay of a graph, finds it so. A thread owns every (threads)-th output.
@@ -15,9 +17,25 @@
 #include "common/tile.cuh"
 #include "common/attend_call.cuh"
 
+// The state of a query head with its sink, where there are sinks. Every output passes here once.
+__device__ __forceinline__ ItemState with_sink(const AttendCall& call, u32 head, ItemState state) {
+    if constexpr (!SINKS) return state;
+    const float sink = call.sinks[head];
+    const float largest = fmaxf(state.lse, sink);
+    const float own = exp2_approx(state.lse - largest);
+    const float total = own + exp2_approx(sink - largest);
+    return {state.out * own / total, largest + log2_approx(total)};
+}
+
+// Log-sum-exps below this are of queries that see no token (attend_run.cu gives them −1e30): their output is 0.
+constexpr float LEAST_LSE = -1e29f;
+
 // Channels beyond those of the output are skipped.
-__device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u32 head, u32 channel, ItemState state) {
+__device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u32 head, u32 channel,
+                                             ItemState without_sink) {
     if (channel >= TENSOR_CHANNELS) return;
+    ItemState state = with_sink(call, head, without_sink);
+    if (state.lse < LEAST_LSE) state = {0.0f, -__int_as_float(0x7f800000)};
     const u64 query_head = (u64)row * call.kv_heads * call.group + head;
     if (call.lse != nullptr && channel == 0) call.lse[query_head] = state.lse * 0.69314718f;
     const u64 index = row * call.output_stride + (u64)head * TENSOR_CHANNELS + channel;

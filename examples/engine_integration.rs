@@ -28,10 +28,13 @@ fn main() -> Result<(), Box<dyn Error>> {
 async fn run() -> Result<(), Box<dyn Error>> {
     // The engine opens its device. What kvpack asks for is merged into what the engine needs.
     let adapter = choose_adapter(None).await?;
-    let wanted = Requirements::of(&adapter);
+    // SAFETY: wgpu does not promise that safe calls are sound with experimental features. kvpack uses its cooperative
+    // matrices, by which prompts are several times as fast.
+    let wanted = Requirements::of(&adapter, unsafe { wgpu::ExperimentalFeatures::enabled() });
     let descriptor = wgpu::DeviceDescriptor {
         required_features: wanted.features,
         required_limits: wanted.limits,
+        experimental_features: wanted.experimental,
         ..Default::default()
     };
     let (device, queue) = adapter.request_device(&descriptor).await?;

@@ -93,7 +93,9 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 impl Server {
     async fn new() -> Result<Self, Box<dyn Error>> {
-        let backend = Wgpu::open(None).await?;
+        // SAFETY: wgpu's experimental features may have undefined behaviour; cooperative matrices are among them.
+        let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+        let backend = Wgpu::open(None, experimental).await?;
         let shape = AttentionShape::new(8, 2, 64)?;
         // Tokens at 8 bits as they arrive; of documents the first tokens and the newest.
         let recipe: ModelRecipe = "streaming:8,120/int8".parse()?;

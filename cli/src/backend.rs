@@ -170,7 +170,7 @@ impl BackendArgs {
         // run into. Of these, kvpack uses cooperative matrices, in `attend_matrix`, `attend_run` and the kernels of
         // statistics whose names end as that of the first, and `kvpack check` checks them.
         let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
-        let mut requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
+        let mut requirements = Requirements::of(&adapter, experimental).restricted_to(path);
         requirements.features |= compiled::wanted(&adapter);
         let (device, queue) = block_on(open_device(&adapter, requirements))?;
         let kernels = Kernels::new(&device, checks);
@@ -178,8 +178,7 @@ impl BackendArgs {
             Some(cache) => kernels.with_pipeline_cache(cache),
             None => kernels,
         };
-        let wgpu = Wgpu::with_kernels(queue, Arc::new(kernels))?;
-        let wgpu = wgpu.with_matrices(&adapter).restricted_to(path);
+        let wgpu = Wgpu::with_kernels(queue, Arc::new(kernels))?.restricted_to(path);
         if self.path.is_some() && wgpu.capabilities().path() != path {
             bail!(
                 "--path {path}: '{}' only has what the path {} needs; leave --path out or name a lower one",

@@ -30,9 +30,14 @@ struct Item {
     // Distance in state rows between consecutive queries.
     u32 stride;
     // Number of tokens that its first query sees, minus those before the item. Each query sees one more than the
-    // previous one, up to all of the item. Only used if an item has many queries (attend_run.cu); otherwise queries see
-    // all.
+    // previous one, up to all of the item. Used if an item has many queries (attend_run.cu), and by masked items
+    // (common/logits.cuh). Otherwise queries see all.
     int seen;
+    // The first token of the item that its first query sees, negative before the item; each query begins one later.
+    // Read where an item is of many queries with a window.
+    int from;
+    // Of an item with a tree, which of the tokens from `seen` on its query sees, the lowest bit of the first word first.
+    u32 tree[TILE_TOKENS / 32];
 };
 
 struct AttendCall {
@@ -54,6 +59,8 @@ struct AttendCall {
     u32* arrivals;
     // Extremes of calibrated scores, [query over a span][query head]; see common/calibration.cuh.
     u32* extremes;
+    // Logits of the sinks [query head], in units of log2, where SINKS.
+    const float* sinks;
     // Elements between the queries, and between the outputs, of consecutive sequences.
     u64 query_stride;
     u64 output_stride;
@@ -61,7 +68,7 @@ struct AttendCall {
     // Query heads of a KV head, and chunks of them.
     u32 group;
     u32 chunks;
-    // log2(e) / √head_dim.
+    // The softmax scale, times log2(e).
     float score_scale;
     // Types of queries and output.
     u32 query_type;
@@ -76,7 +83,8 @@ struct AttendCall {
     u32 beside;
     // Whether the launch overlaps with the kernels that store what its layer appends.
     u32 early;
-    u32 unused;
+    // The soft cap, times log2(e), where CAPPED.
+    float soft_cap;
 };
 
 // One head's output over an item, and the base-2 log-sum-exp of its scores.

@@ -336,7 +336,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the
-    /// device; [`Error::Unsupported`] on CUDA when a sequence holds no tokens.
+    /// device.
     pub async fn attend(&self, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let all: Vec<usize> = (0..self.sequences()).collect();
         self.attend_to(&all, queries, output).await

@@ -37,6 +37,12 @@ impl Limits {
         Self::new(bytes.unwrap_or(QueryBytes::Two))
     }
 
+    /// The same for a step with sinks. Without them an error that all large scores of a head share changes nothing. A
+    /// sink does not move with the scores: theirs, of ten bits after the binary point, becomes one of the output.
+    pub const fn with_sinks(self) -> Self {
+        Self { worst_head: 4.0 * self.worst_head, ..self }
+    }
+
     /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8; twice that for the informative
     /// part, and ten times for the worst single head. With int8, where one heavy channel sets the step of a head's
     /// whole query, ten times and a hundred times.

@@ -218,6 +218,7 @@ impl ModelStep {
 
     fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
         let mut step = AttendStep::new(&self.backend, plan)?;
+        step.check_seen()?;
         if let Some(rows) = self.query_rows {
             step = step.with_query_layout(rows);
         }

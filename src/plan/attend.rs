@@ -190,36 +190,6 @@ impl AttendPlan {
         &self.scoring
     }
 
-    /// Checks that a backend without masks and scoring of its own can run the plan.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] that names the backend and what it does not serve.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn check_plain(&self, backend: &'static str) -> Result<()> {
-        let refuse = |what: &str, hint: &str| {
-            Err(Error::Unsupported { what: format!("{what} through {backend}"), hint: hint.into() })
-        };
-        const ON_THE_CPU: &str = "the CPU backend serves it";
-        if let Some(run) = self.runs.iter().find(|run| !run.sees_prefixes()) {
-            return refuse(&format!("visibility {:?}", run.run.visible), ON_THE_CPU);
-        }
-        if self.scoring != Scoring::of(&self.shape) {
-            return refuse("a softmax scale other than 1/√head_dim, a soft cap or a sink", ON_THE_CPU);
-        }
-        let mut sees = vec![false; self.runs.len()];
-        for span in self.segments.iter().flat_map(StorePart::spans) {
-            sees[span.run] |= !self.runs[span.run].seen(0, span).is_empty();
-        }
-        match sees.iter().position(|sees| !sees) {
-            None => Ok(()),
-            Some(run) => {
-                let sequence = self.runs[run].run.sequence;
-                let hint = format!("sequence {sequence} has no tokens to attend to; store some first");
-                refuse("a query that sees no tokens", &hint)
-            }
-        }
-    }
-
     /// Checks that a query sees the first tokens of a calibrated span: its extremes are over those.
     fn check_calibrated(&self) -> Result<()> {
         for span in self.segments.iter().filter(|segment| segment.calibration.is_some()).flat_map(StorePart::spans) {

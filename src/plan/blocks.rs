@@ -37,6 +37,8 @@ pub(crate) struct Part {
     pub tokens: Range<usize>,
     /// Whether some of the tokens are hidden from its query, which then is alone.
     pub masked: bool,
+    /// Tokens at the end that its first query does not see. Each further query sees one more, up to all.
+    pub later: usize,
 }
 
 /// How runs are cut into blocks.
@@ -47,10 +49,13 @@ pub(crate) struct BlockQueries {
     /// Runs of fewer queries than this are taken query by query, and longer ones, if this is more than 1,
     /// in even blocks.
     pub least: usize,
+    /// Fewest queries of a block that takes together also what some of its causal queries do not see yet: its kernel
+    /// limits what each row sees. [`usize::MAX`] where no kernel does.
+    pub least_limited: usize,
 }
 
 /// The blocks of all runs.
-pub(crate) fn blocks(plan: &AttendPlan, BlockQueries { most, least }: BlockQueries) -> Vec<Block> {
+pub(crate) fn blocks(plan: &AttendPlan, BlockQueries { most, least, .. }: BlockQueries) -> Vec<Block> {
     let mut starts = vec![Vec::new(); plan.runs().len()];
     if most > 1 {
         for span in plan.segments().iter().flat_map(|segment| segment.spans()) {
@@ -85,7 +90,7 @@ impl Block {
             let seen: Vec<Seen> = (0..self.queries).map(seen).collect();
             return self.add_intervals(index, &seen, parts);
         }
-        let part = |first, queries, tokens: Range<usize>| Part { block: index, first, queries, tokens, masked: false };
+        let part = |first, queries, tokens| Part { block: index, first, queries, tokens, masked: false, later: 0 };
         let (least, most) = (seen(0).to, seen(self.queries - 1).to);
         if least == most {
             parts.extend((most > 0).then(|| part(0, self.queries, 0..most)));
@@ -97,6 +102,22 @@ impl Block {
         parts.extend((0..self.queries).map(|query| part(query, 1, together..seen(query).to)));
     }
 
+    /// The same for a kernel that limits what each row sees: all of the block's queries take all tokens together, those
+    /// that some do not see yet in a part of their own, of which every query sees the first token.
+    pub(crate) fn add_limited_parts(&self, index: usize, run: &PlannedRun, span: &PlannedSpan, parts: &mut Vec<Part>) {
+        let (least, most) = (run.seen(self.first, span).to, run.seen(self.first + self.queries - 1, span).to);
+        if !run.sees_prefixes() || least == most || least == 0 {
+            return self.add_parts(index, run, span, parts);
+        }
+        let together = (least - 1) / TILE_TOKENS * TILE_TOKENS;
+        let part = |tokens: Range<usize>, later| {
+            let (block, queries) = (index, self.queries);
+            (!tokens.is_empty()).then_some(Part { block, first: 0, queries, tokens, masked: false, later })
+        };
+        parts.extend(part(0..together, 0));
+        parts.extend(part(together..most, most - least));
+    }
+
     /// The same for queries that see other than the first tokens of a span.
     fn add_intervals(&self, index: usize, seen: &[Seen], parts: &mut Vec<Part>) {
         let from = seen.iter().map(|seen| seen.from).max().unwrap_or(0).next_multiple_of(TILE_TOKENS);
@@ -104,7 +125,7 @@ impl Block {
         let together = if self.queries > 1 && from < to { from..to } else { 0..0 };
         if !together.is_empty() {
             let (queries, tokens) = (self.queries, together.clone());
-            parts.push(Part { block: index, first: 0, queries, tokens, masked: false });
+            parts.push(Part { block: index, first: 0, queries, tokens, masked: false, later: 0 });
         }
         for (first, seen) in seen.iter().enumerate() {
             let whole = seen.from / TILE_TOKENS * TILE_TOKENS..seen.to;
@@ -114,7 +135,7 @@ impl Block {
             };
             for tokens in alone.into_iter().filter(|tokens| !tokens.is_empty()) {
                 let masked = seen.hides_some_of(&tokens);
-                parts.push(Part { block: index, first, queries: 1, tokens, masked });
+                parts.push(Part { block: index, first, queries: 1, tokens, masked, later: 0 });
             }
         }
     }
@@ -143,7 +164,8 @@ mod tests {
         let runs = [QueryRun::causal(0, 130), QueryRun::causal(1, 3)];
         let plan = AttendPlan::new(AttentionShape::new(1, 1, 64).unwrap(), &runs, &[store]).unwrap();
         let queries = |most, least| {
-            blocks(&plan, BlockQueries { most, least }).iter().map(|block| block.queries).collect::<Vec<_>>()
+            let queries = BlockQueries { most, least, least_limited: usize::MAX };
+            blocks(&plan, queries).iter().map(|block| block.queries).collect::<Vec<_>>()
         };
         assert_eq!(queries(64, 16), [44, 43, 43, 1, 1, 1]);
         assert_eq!(queries(64, 1), [64, 64, 2, 3]);
@@ -198,7 +220,7 @@ mod tests {
             let plan = AttendPlan::new(shape, &[run], &stores).unwrap();
             let mut seen = vec![vec![0u8; total]; queries];
             let mut alone = vec![0; queries];
-            let blocks = blocks(&plan, BlockQueries { most, least });
+            let blocks = blocks(&plan, BlockQueries { most, least, least_limited: usize::MAX });
             for segment in plan.segments() {
                 for span in segment.spans() {
                     for (index, block) in blocks.iter().enumerate() {

@@ -1,14 +1,13 @@
 //! A segment of a plan cut into work items.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::Page;
 use super::attend::{AttendPlan, StorePart};
 use super::blocks::{Block, Part};
-use super::split::Split;
+use super::split::{Cut, Split};
 use super::work::{Dispatch, PreparedRow, StoreWork, WorkItem};
-use crate::format::TILE_TOKENS;
+use crate::format::{AttentionShape, TILE_TOKENS};
 
 /// Where the prepared queries and the scores of a segment's spans begin.
 struct Prepared {
@@ -42,106 +41,145 @@ impl Prepared {
     }
 }
 
-/// Cuts a segment into items, and says of which block each is.
+/// What the blocks of queries see of a segment's spans.
+struct Parts {
+    parts: Vec<Part>,
+    /// Where the parts of every span end.
+    ends: Vec<usize>,
+}
+
+impl Parts {
+    fn of(plan: &AttendPlan, segment: &StorePart, (blocks, least_limited): (&[Block], usize)) -> Self {
+        let first_block: Vec<usize> =
+            (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
+        let mut of = Self { parts: Vec::new(), ends: Vec::with_capacity(segment.spans().len()) };
+        for span in segment.spans() {
+            let first = of.parts.len();
+            let of_run = first_block[span.run]..first_block[span.run + 1];
+            let run = &plan.runs()[span.run];
+            for (index, block) in of_run.clone().zip(&blocks[of_run]) {
+                match segment.calibration() {
+                    None if block.queries >= least_limited => {
+                        block.add_limited_parts(index, run, span, &mut of.parts);
+                    }
+                    _ => block.add_parts(index, run, span, &mut of.parts),
+                }
+            }
+            // A query has scores of its own where they are calibrated, by its own extremes.
+            if segment.calibration().is_some() {
+                let of_span = of.parts.split_off(first);
+                of.parts.extend(of_span.into_iter().flat_map(single_queries));
+            }
+            of.ends.push(of.parts.len());
+        }
+        of
+    }
+
+    /// How those of single queries and those of blocks are cut.
+    fn cuts(&self, shape: &AttentionShape, splits: [&Split; 2]) -> [Cut; 2] {
+        let tiles_where = |of: fn(&Part) -> bool| -> usize {
+            self.parts.iter().filter(|part| of(part)).map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum()
+        };
+        match splits {
+            [single, blocks] if single == blocks => {
+                [single.cut(tiles_where(|_| true) * shape.kv_heads(), shape.group()); 2]
+            }
+            [single, blocks] => {
+                let counts = [tiles_where(|part| part.queries == 1), tiles_where(|part| part.queries > 1)];
+                let [singles, of_blocks] = counts.map(|tiles| tiles * shape.kv_heads());
+                [single.cut(singles, shape.group()), blocks.cut_evenly(of_blocks)]
+            }
+        }
+    }
+
+    /// Those of every span, with its index.
+    fn by_span(&self) -> impl Iterator<Item = (usize, &[Part])> {
+        let starts = std::iter::once(0).chain(self.ends.iter().copied());
+        starts.zip(&self.ends).map(|(start, &end)| &self.parts[start..end]).enumerate()
+    }
+}
+
+/// What the items of a dispatch have in common: the shard, whether they have several queries, and are masked.
+type DispatchKey = (u32, bool, bool);
+
+/// Items by dispatch, and the token bits of masked ones.
+#[derive(Default)]
+struct Items {
+    token_bits: Vec<u32>,
+    /// The items of every dispatch, and their blocks.
+    dispatches: Vec<(DispatchKey, Vec<(WorkItem, usize)>)>,
+    /// The dispatch of the last item.
+    last: usize,
+}
+
+impl Items {
+    fn push(&mut self, key: DispatchKey, item: (WorkItem, usize)) {
+        if self.dispatches.get(self.last).is_none_or(|(other, _)| *other != key) {
+            self.last = self.dispatches.iter().position(|(other, _)| *other == key).unwrap_or(self.dispatches.len());
+            if self.last == self.dispatches.len() {
+                self.dispatches.push((key, Vec::new()));
+            }
+        }
+        self.dispatches[self.last].1.push(item);
+    }
+
+    /// In the order of the keys, and within a dispatch those of the most tokens first.
+    fn ordered(mut self, most_queries: usize) -> (Vec<Dispatch>, Vec<WorkItem>, Vec<usize>, Vec<u32>) {
+        self.dispatches.sort_by_key(|&(key, _)| key);
+        let count = self.dispatches.iter().map(|(_, items)| items.len()).sum();
+        let (mut items, mut blocks) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        let mut dispatches = Vec::with_capacity(self.dispatches.len());
+        for ((shard, several, masked), of_dispatch) in self.dispatches {
+            let most_queries = if several { most_queries } else { 1 };
+            dispatches.push(Dispatch {
+                shard,
+                most_queries,
+                masked,
+                first_item: items.len(),
+                items: of_dispatch.len(),
+            });
+            for (item, block) in longest_first(&of_dispatch).map(|place| of_dispatch[place]) {
+                items.push(item);
+                blocks.push(block);
+            }
+        }
+        (dispatches, items, blocks, self.token_bits)
+    }
+}
+
+/// The places of the items, those of the most tokens first, and of as many tokens in their order. Words are sorted in
+/// place of items, which are several times as long.
+fn longest_first(items: &[(WorkItem, usize)]) -> impl Iterator<Item = usize> {
+    let key = |(place, (item, _)): (usize, &(WorkItem, usize))| u64::from(!item.tokens) << 32 | place as u64;
+    let mut keys: Vec<u64> = items.iter().enumerate().map(key).collect();
+    keys.sort_unstable();
+    keys.into_iter().map(|key| key as u32 as usize)
+}
+
+/// Cuts a segment into items, and says of which block each is. Blocks of at least `least_limited` queries take what not
+/// all of them see together.
 ///
 /// Parts of single queries and of blocks are cut as their `splits` say.
 pub(super) fn cut_segment(
     plan: &AttendPlan,
     segment: &StorePart,
-    blocks: &[Block],
+    (blocks, least_limited): (&[Block], usize),
     splits: [&Split; 2],
 ) -> (StoreWork, Vec<usize>) {
-    let shape = plan.shape();
     let prepared = Prepared::new(plan, segment);
-    let first_block: Vec<usize> =
-        (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-    // Of every span, one after the other, and where those of each end.
-    let (mut parts, mut ends) = (Vec::with_capacity(segment.spans().len()), Vec::with_capacity(segment.spans().len()));
-    for span in segment.spans() {
-        let first = parts.len();
-        let of_run = first_block[span.run]..first_block[span.run + 1];
-        for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-            block.add_parts(index, &plan.runs()[span.run], span, &mut parts);
-        }
-        // A query has scores of its own where they are calibrated, by its own extremes.
-        if segment.calibration().is_some() {
-            let of_span = parts.split_off(first);
-            parts.extend(of_span.into_iter().flat_map(single_queries));
-        }
-        ends.push(parts.len());
-    }
-    let tiles_where = |of: fn(&Part) -> bool| -> usize {
-        parts.iter().filter(|part| of(part)).map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum()
-    };
-    let cuts = match splits {
-        [single, blocks] if single == blocks => {
-            [single.cut(tiles_where(|_| true) * shape.kv_heads(), shape.group()); 2]
-        }
-        [single, blocks] => {
-            let counts = [tiles_where(|part| part.queries == 1), tiles_where(|part| part.queries > 1)];
-            let [singles, of_blocks] = counts.map(|tiles| tiles * shape.kv_heads());
-            [single.cut(singles, shape.group()), blocks.cut_evenly(of_blocks)]
-        }
-    };
-
-    // By shard, and whether items have several queries and are masked.
-    let mut token_bits = Vec::new();
-    let mut by_dispatch: BTreeMap<(u32, bool, bool), Vec<(WorkItem, usize)>> = BTreeMap::new();
-    let mut start = 0;
-    for ((span, end), &(first_query, first_score)) in segment.spans().iter().zip(ends).zip(&prepared.spans) {
-        let of_span = &parts[start..end];
-        start = end;
-        let span_tiles = span.tokens.div_ceil(TILE_TOKENS);
-        let pages = segment.pages_of(span);
+    let parts = Parts::of(plan, segment, (blocks, least_limited));
+    let cuts = parts.cuts(plan.shape(), splits);
+    let mut items = Items::default();
+    for (index, of_span) in parts.by_span() {
+        let pages = segment.pages_of(&segment.spans()[index]);
+        let in_shards = runs_in_one_shard(pages).map(|tiles| (pages[tiles.start].shard, tiles)).collect();
+        let cutter = Cutter { plan, segment, index, in_shards, prepared: &prepared, cuts: &cuts };
         for part in of_span {
-            let block = &blocks[part.block];
-            // Within the run.
-            let query = block.first + part.first;
-            let first_tile = part.tokens.start / TILE_TOKENS;
-            let seen = part.masked.then(|| plan.runs()[span.run].seen(query, span));
-            for run in runs_in_one_shard(&pages[first_tile..part.tokens.end.div_ceil(TILE_TOKENS)]) {
-                let shard = pages[first_tile + run.start].shard;
-                for tiles in cuts[usize::from(part.queries > 1)].pieces(run.start + first_tile..run.end + first_tile) {
-                    let tokens = tiles.start * TILE_TOKENS..(tiles.end * TILE_TOKENS).min(part.tokens.end);
-                    let masked = seen.is_some_and(|seen| seen.hides_some_of(&tokens));
-                    let sees = |token| plan.runs()[span.run].sees(query, span.start + token);
-                    if masked && !tokens.clone().any(sees) {
-                        continue;
-                    }
-                    let item = WorkItem {
-                        page_offset: (span.first_page + tiles.start) as u32,
-                        tokens: tokens.len() as u32,
-                        query: (first_query + query) as u32,
-                        state: 0, // these are known once all segments are cut
-                        range_slot: span.range_slot as u32,
-                        row: (plan.runs()[span.run].first_row + query) as u32,
-                        first_state: 0,
-                        states: 0,
-                        queries: part.queries as u32,
-                        stride: 0,
-                        scores: match masked {
-                            false => (first_score + query * span_tiles + tiles.start) as u32,
-                            true => (segment.pages().len() + token_bits.len()) as u32,
-                        },
-                        unused: 0,
-                    };
-                    if masked {
-                        add_bits(&mut token_bits, tokens, sees);
-                    }
-                    by_dispatch.entry((shard, part.queries > 1, masked)).or_default().push((item, part.block));
-                }
-            }
+            cutter.cut(part, blocks[part.block].first + part.first, &mut items);
         }
     }
-    let (mut items, mut item_blocks, mut dispatches) = (Vec::new(), Vec::new(), Vec::new());
     let most_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
-    for ((shard, several, masked), mut of_dispatch) in by_dispatch {
-        of_dispatch.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
-        let most_queries = if several { most_queries } else { 1 };
-        dispatches.push(Dispatch { shard, most_queries, masked, first_item: items.len(), items: of_dispatch.len() });
-        items.extend(of_dispatch.iter().map(|(item, _)| *item));
-        item_blocks.extend(of_dispatch.iter().map(|(_, block)| *block));
-    }
+    let (dispatches, items, item_blocks, token_bits) = items.ordered(most_queries);
     let work = StoreWork {
         store: segment.store(),
         format: *segment.format(),
@@ -154,6 +192,69 @@ pub(super) fn cut_segment(
         scoring: plan.scoring().clone(),
     };
     (work, item_blocks)
+}
+
+/// Cuts the parts of one span into items.
+struct Cutter<'a> {
+    plan: &'a AttendPlan,
+    segment: &'a StorePart,
+    /// The span.
+    index: usize,
+    /// Its runs of tiles in one shard.
+    in_shards: Vec<(u32, Range<usize>)>,
+    prepared: &'a Prepared,
+    cuts: &'a [Cut; 2],
+}
+
+impl Cutter<'_> {
+    /// Cuts a part, whose first query is `query` within the run.
+    fn cut(&self, part: &Part, query: usize, items: &mut Items) {
+        let (span, (first_query, first_score)) = (&self.segment.spans()[self.index], self.prepared.spans[self.index]);
+        let run = &self.plan.runs()[span.run];
+        let seen = part.masked.then(|| run.seen(query, span));
+        let sees = |token| run.sees(query, span.start + token);
+        for (shard, tiles) in self.pieces(part) {
+            let tokens = tiles.start * TILE_TOKENS..(tiles.end * TILE_TOKENS).min(part.tokens.end);
+            let masked = seen.is_some_and(|seen| seen.hides_some_of(&tokens));
+            if masked && !tokens.clone().any(sees) {
+                continue;
+            }
+            let first_scores = first_score + query * span.tokens.div_ceil(TILE_TOKENS) + tiles.start;
+            let item = WorkItem {
+                page_offset: (span.first_page + tiles.start) as u32,
+                tokens: tokens.len() as u32,
+                query: (first_query + query) as u32,
+                state: 0, // these are known once all segments are cut
+                range_slot: span.range_slot as u32,
+                row: (run.first_row + query) as u32,
+                first_state: 0,
+                states: 0,
+                queries: part.queries as u32,
+                stride: 0,
+                scores: match masked {
+                    false => first_scores as u32,
+                    true => (self.segment.pages().len() + items.token_bits.len()) as u32,
+                },
+                // Of a part that was cut, the first query may see no token of the last items.
+                later: (tokens.end + part.later).saturating_sub(part.tokens.end) as u32,
+            };
+            if masked {
+                add_bits(&mut items.token_bits, tokens, sees);
+            }
+            items.push((shard, part.queries > 1, masked), (item, part.block));
+        }
+    }
+
+    /// The tiles of a part in pieces, and the shard of each.
+    fn pieces(&self, part: &Part) -> impl Iterator<Item = (u32, Range<usize>)> {
+        let cut = self.cuts[usize::from(part.queries > 1)];
+        let of_part = part.tokens.start / TILE_TOKENS..part.tokens.end.div_ceil(TILE_TOKENS);
+        self.in_shards.iter().flat_map(move |(shard, tiles)| {
+            let tiles = tiles.start.max(of_part.start)..tiles.end.min(of_part.end);
+            let pieces = (!tiles.is_empty()).then(|| cut.pieces(tiles));
+            pieces.into_iter().flatten().map(move |tiles| (*shard, tiles))
+        })
+    }
 }
 
 /// Adds a bit for every token of whole tiles; those beyond the tokens are 0.

@@ -60,18 +60,34 @@ impl PlannedRun {
 
     /// What a query of the run sees of a span of its sequence; nothing for a query that the run does not have.
     pub fn seen(&self, query: usize, span: &PlannedSpan) -> Seen {
-        let limits = self.limits(query);
-        match span.gathered {
-            None => Seen::of(limits, span.start, span.tokens),
-            // A plan is made only where it is all of them or none.
-            Some(end) if sees_whole(limits, span.start, end) => Seen { from: 0, to: span.tokens, tree: span.tokens },
-            Some(_) => Seen::NOTHING,
-        }
+        seen_by(self.limits(query), span)
+    }
+
+    /// What the queries from `first` to `last`, which move evenly, see of a span together.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn seen_between(&self, first: usize, last: usize, span: &PlannedSpan) -> Seen {
+        let (RowLimits { from, .. }, RowLimits { to, .. }) = (self.limits(first), self.limits(last));
+        seen_by(RowLimits { from, to, tree: to }, span)
     }
 
     /// Whether the queries see the first tokens of every span, by the stored order alone.
     pub(crate) const fn sees_prefixes(&self) -> bool {
         matches!(self.run.visible, Visible::All | Visible::Causal)
+    }
+
+    /// Whether what a query sees is what the one before it sees, moved by a position.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn moves_evenly(&self) -> bool {
+        matches!(self.run.visible, Visible::All | Visible::Causal | Visible::Window { .. })
+    }
+
+    /// Where the window of a query begins, before the first position for the first queries; none without a window.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn window_start(&self, query: usize) -> Option<i64> {
+        match self.run.visible {
+            Visible::Window { left } => Some(self.stand.position(query) as i64 - left as i64),
+            _ => None,
+        }
     }
 
     /// Whether a query of the run sees a position; false for a query that the run does not have.
@@ -101,6 +117,16 @@ impl PlannedRun {
                 Err(Error::Unsupported { what, hint: hint.into() })
             }
         }
+    }
+}
+
+/// What queries of such limits see of a span.
+fn seen_by(limits: RowLimits, span: &PlannedSpan) -> Seen {
+    match span.gathered {
+        None => Seen::of(limits, span.start, span.tokens),
+        // A plan is made only where it is all of them or none.
+        Some(end) if sees_whole(limits, span.start, end) => Seen { from: 0, to: span.tokens, tree: span.tokens },
+        Some(_) => Seen::NOTHING,
     }
 }
 

@@ -70,7 +70,7 @@ impl Split {
 
 impl Cut {
     /// Cuts a run of tiles.
-    pub(super) fn pieces(&self, run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    pub(super) fn pieces(self, run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let small = whole(run.len() as f64 * self.small_part) / self.step * self.step;
         let middle = run.end - small;
         let last = run.end - small / 2 / self.step * self.step;

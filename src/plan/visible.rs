@@ -226,13 +226,18 @@ impl Stand {
         visible.check(self.queries, self.end)
     }
 
+    /// Where a query stands.
+    pub(super) const fn position(&self, query: usize) -> usize {
+        (self.end + query).saturating_sub(self.queries)
+    }
+
     /// What a query sees; nothing beyond the queries of the run. Here alone the kinds of visibility differ; all
     /// positions fit 32 bits.
     pub(super) fn limits(&self, visible: &Visible, query: usize) -> RowLimits {
         if query >= self.queries {
             return RowLimits::NOTHING;
         }
-        let position = (self.end + query).saturating_sub(self.queries);
+        let position = self.position(query);
         let window = |left: Option<usize>| left.map_or(0, |left| position.saturating_sub(left));
         let plain =
             |seen: Range<usize>| RowLimits { from: seen.start as u32, to: seen.end as u32, tree: seen.end as u32 };

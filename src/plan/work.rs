@@ -41,8 +41,8 @@ pub struct WorkItem {
     /// `((scores + t) · Hq + h) · 128`. Items of calibrated segments have one query. Masked items are not calibrated:
     /// this is the index of their token bits in [`StoreWork::page_table`].
     pub scores: u32,
-    /// Not used.
-    pub unused: u32,
+    /// Tokens at the item's end that its first query does not see. Each further query sees one more, up to all.
+    pub later: u32,
 }
 
 /// A query that a segment's keys are multiplied with: prepared once for every span where keys have ranges of spans or
@@ -171,7 +171,7 @@ impl Work {
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when there are more items than a 32-bit word counts.
     pub fn new(plan: &AttendPlan, split: Split, block_queries: usize) -> Result<Self> {
-        Self::in_blocks(plan, split, BlockQueries { most: block_queries, least: 1 })
+        Self::in_blocks(plan, split, BlockQueries { most: block_queries, least: 1, least_limited: usize::MAX })
     }
 
     /// The same for such blocks. Where short runs are taken query by query, blocks are wide, and their items fewer.
@@ -180,7 +180,7 @@ impl Work {
         let blocks_split = if queries.least > 1 { split.of_wide_blocks() } else { split };
         let mut segments = Vec::with_capacity(plan.segments().len());
         for segment in plan.segments() {
-            segments.push(cut_segment(plan, segment, &blocks, [&split, &blocks_split]));
+            segments.push(cut_segment(plan, segment, (&blocks, queries.least_limited), [&split, &blocks_split]));
         }
         let mut counts = StateCounts::new(plan, &blocks);
         for (item, &block) in segments.iter().flat_map(|(segment, of)| segment.items.iter().zip(of)) {
@@ -259,6 +259,22 @@ mod tests {
         assert_eq!(work.states(), 2);
     }
 
+    /// Where a kernel limits what rows see, every block has one item for what not all of its queries see.
+    #[test]
+    fn limited_blocks_have_no_items_of_single_queries() {
+        let shape = AttentionShape::new(4, 2, 64).unwrap();
+        let pages: Vec<Page> = (0..128).map(|index| Page { shard: 0, index }).collect();
+        let span = SpanView { sequence: 0, start: 0, tokens: 16_384, gathered: None, pages: &pages, range_slot: 0 };
+        let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
+        let plan = AttendPlan::new(shape, &[QueryRun::causal(0, 16_384)], &[store]).unwrap();
+        let limited = BlockQueries { most: 64, least: 2, least_limited: 9 };
+        let work = Work::in_blocks(&plan, Split::default(), limited).unwrap();
+        let items = work.segments()[0].items();
+        assert!(items.iter().all(|item| item.queries == 64));
+        assert_eq!(items.iter().filter(|item| item.later == 63).count(), 256);
+        assert!(items.len() < 5 * 256, "{}", items.len());
+    }
+
     /// What queries see together is read once for a block of them, whatever their number.
     #[test]
     fn causal_queries_share_their_items() {
@@ -289,6 +305,7 @@ mod tests {
             (tile_step, max_tiles) in (1usize..6, 1usize..40),
             (queries, block_queries) in (prop::collection::vec(1usize..40, 3), 1usize..9),
             window in prop::option::of(1usize..700),
+            limited in any::<bool>(),
         ) {
             let shape = AttentionShape::new(6, 2, 64).unwrap();
             let mut next = 0;
@@ -325,7 +342,12 @@ mod tests {
             let plan = AttendPlan::new(shape, &runs, &stores);
             prop_assert_eq!(plan.is_ok(), starts.iter().all(|&tokens| tokens > 0));
             let Ok(plan) = plan else { return Ok(()) };
-            let work = Work::new(&plan, Split { target_items, tile_step, max_tiles }, block_queries).unwrap();
+            let split = Split { target_items, tile_step, max_tiles };
+            let limits = BlockQueries { most: block_queries, least: 2, least_limited: 3 };
+            let work = match limited {
+                true => Work::in_blocks(&plan, split, limits).unwrap(),
+                false => Work::new(&plan, split, block_queries).unwrap(),
+            };
 
             let mut states = vec![0; work.states()];
             let mut seen = vec![0; plan.rows()];
@@ -349,7 +371,8 @@ mod tests {
                             let first = span.start + (at - span.first_page) * TILE_TOKENS;
                             let run = &plan.runs()[span.run];
                             for token in 0..item.tokens as usize {
-                                let is_seen = !dispatch.masked || segment.sees(item, token);
+                                let shown = token as u32 + item.later.saturating_sub(query) < item.tokens;
+                                let is_seen = shown && (!dispatch.masked || segment.sees(item, token));
                                 prop_assert_eq!(is_seen, run.sees(row - run.first_row, first + token));
                                 seen[row] += usize::from(is_seen);
                             }

@@ -20,7 +20,8 @@ fn main() {
 
 fn trials() -> Result<Vec<Trial>, String> {
     let adapter = adapter::adapter()?;
-    let (capabilities, matrices) = (Capabilities::from_adapter(&adapter), offers_matrices(&adapter));
+    let capabilities = Capabilities::from_adapter(&adapter, wgpu::ExperimentalFeatures::disabled());
+    let matrices = offers_matrices(&adapter);
     let differs = |path: &Path| match path {
         Path::Floor => true,
         Path::F16 => capabilities.f16,

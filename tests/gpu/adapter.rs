@@ -65,10 +65,10 @@ pub fn restricted_to(path: Path) -> Result<Wgpu, String> {
     let adapter = adapter()?;
     // SAFETY: a mistake of wgpu's experimental features would show in these tests, which is what they are for.
     let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
-    let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental).restricted_to(path);
+    let requirements = Requirements::of(&adapter, experimental).restricted_to(path);
     let checks = checks()?;
     let opened = block_on(open_device(&adapter, requirements))
         .and_then(|(device, queue)| Wgpu::with_kernels(queue, Arc::new(Kernels::new(&device, checks))));
     let backend = opened.map_err(|error| error.to_string())?;
-    Ok(backend.with_matrices(&adapter).restricted_to(path))
+    Ok(backend.restricted_to(path))
 }

@@ -31,7 +31,7 @@ fn values(count: usize, seed: u64) -> Vec<f32> {
 fn device() -> (wgpu::Device, wgpu::Queue) {
     let adapter = gpu_device::adapter().unwrap();
     let path = gpu_device::forced_path().unwrap().unwrap_or(kvpack::wgpu::Path::Matrices);
-    let mut requirements = Requirements::of(&adapter).restricted_to(path);
+    let mut requirements = Requirements::of(&adapter, wgpu::ExperimentalFeatures::disabled()).restricted_to(path);
     requirements.limits.max_storage_buffers_per_shader_stage += 1;
     block_on(open_device(&adapter, requirements)).unwrap()
 }

@@ -152,3 +152,39 @@ fn the_registry_covers_matrices() {
         assert!(case.is_some_and(takes_matrices), "{name}");
     }
 }
+
+/// What the host pays for planning a prompt: `cargo test --release --test shaders -- --ignored --nocapture planning`.
+#[test]
+#[ignore = "prints times"]
+fn planning_of_prompts() {
+    let shape = AttentionShape::new(32, 8, 128).unwrap();
+    let limits = KernelLimits { workgroup_memory: 48 << 10, binding_bytes: 2 << 30, ..capabilities().limits };
+    for (sequences, tokens) in [(1, 16_384), (4, 4096), (16, 1024)] {
+        let pages: Vec<Page> = (0..tokens as u32 / 128).map(|index| Page { shard: 0, index }).collect();
+        for (matrices, format) in
+            [(true, SegmentFormat::F16), (true, SegmentFormat::saw_int4()), (false, SegmentFormat::F16)]
+        {
+            let capabilities = Capabilities { matrices, limits, ..capabilities() };
+            let mut times = [[f64::MAX; 2]; 2];
+            for _ in 0..20 {
+                let span =
+                    |sequence| SpanView { sequence, start: 0, tokens, gathered: None, pages: &pages, range_slot: 0 };
+                let store = StoreView { format, calibration: None, spans: (0..sequences).map(span).collect() };
+                let runs: Vec<QueryRun> = (0..sequences).map(|sequence| QueryRun::causal(sequence, tokens)).collect();
+                let begun = std::time::Instant::now();
+                let plan = AttendPlan::new(shape, &runs, &[store]).unwrap();
+                times[0][0] = begun.elapsed().as_secs_f64().min(times[0][0]);
+                let begun = std::time::Instant::now();
+                let step = AttendStep::new(&capabilities, &plan, ElementType::F16, AttendOptions::default()).unwrap();
+                times[1][0] = begun.elapsed().as_secs_f64().min(times[1][0]);
+                times[1][1] = step.work().segments()[0].items().len() as f64;
+            }
+            let [[plan, _], [step, items]] = times;
+            println!(
+                "{sequences} × {tokens} {format}, matrices {matrices}: plan {:.3} ms, step {:.3} ms, {items} items",
+                plan * 1e3,
+                step * 1e3
+            );
+        }
+    }
+}

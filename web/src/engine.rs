@@ -11,6 +11,7 @@ use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::wgpu::{Requirements, Tensor, Wgpu, choose_adapter, open_device};
 use kvpack::{AttentionShape, Error, KvCache};
 use wasm_bindgen::prelude::*;
+use wgpu::ExperimentalFeatures;
 
 use crate::javascript::{JsResult, thrown};
 
@@ -23,7 +24,8 @@ impl Gpu {
     /// Opens the device of the browser's high-performance adapter with everything that kvpack's kernels can use.
     pub async fn open() -> JsResult<Gpu> {
         let adapter = choose_adapter(None).await.map_err(thrown)?;
-        let (device, queue) = open_device(&adapter, Requirements::of(&adapter)).await.map_err(thrown)?;
+        let requirements = Requirements::of(&adapter, ExperimentalFeatures::disabled());
+        let (device, queue) = open_device(&adapter, requirements).await.map_err(thrown)?;
         Wgpu::new(device, queue).map(Self).map_err(thrown)
     }
 

@@ -7,6 +7,7 @@ use kvpack::cpu::Cpu;
 use kvpack::wgpu::{Path, Requirements, Wgpu, choose_adapter, open_device};
 use serde::Serialize;
 use wasm_bindgen::prelude::*;
+use wgpu::ExperimentalFeatures;
 
 use crate::bench::{self, Bench};
 use crate::check;
@@ -49,7 +50,7 @@ impl Session {
     pub async fn gpu(path: Option<String>) -> JsResult<Session> {
         let path = path.map_or(Ok(Path::Matrices), |path| path.parse()).map_err(thrown)?;
         let adapter = choose_adapter(None).await.map_err(thrown)?;
-        let requirements = Requirements::of(&adapter).restricted_to(path);
+        let requirements = Requirements::of(&adapter, ExperimentalFeatures::disabled()).restricted_to(path);
         let (device, queue) = open_device(&adapter, requirements).await.map_err(thrown)?;
         let backend = Wgpu::new(device, queue).map_err(thrown)?;
         Ok(Self(On::Gpu(backend.restricted_to(path))))

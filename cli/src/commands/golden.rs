@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
-use crate::backend::{BackendArgs, Chosen};
+use crate::backend::BackendArgs;
 use crate::golden::{self, GoldenOutcome, GoldenResult};
 use crate::outcome::Outcome;
 use crate::print::{self, one_line, say};
@@ -13,7 +13,8 @@ use crate::print::{self, one_line, say};
 /// Compare kvpack with the outputs of reference implementations.
 ///
 /// Reads golden vectors, files with inputs and expected outputs, and runs them through the CPU kernels. Where there is a
-/// GPU, ops that have a wgpu kernel run through that too. CUDA kernels are covered by `kvpack check` instead.
+/// GPU, ops that have a wgpu kernel run through that too. With --backend cuda, attention of prompts runs through CUDA.
+/// Its other kernels are covered by `kvpack check`.
 #[derive(clap::Args)]
 pub struct GoldenArgs {
     /// Directory with `*.safetensors` files in the format of `tests/golden/README.md`.
@@ -24,16 +25,7 @@ pub struct GoldenArgs {
 
 /// Runs the command.
 pub fn run(args: &GoldenArgs) -> Result<Outcome> {
-    let gpu = match args.backend.open()? {
-        Chosen::Wgpu(gpu) => Some(gpu),
-        Chosen::Cpu(_) => None,
-        #[cfg(feature = "cuda")]
-        Chosen::Cuda(_) => anyhow::bail!(
-            "--backend cuda: golden vectors run through the kernels of the CPU and of wgpu; take --backend cpu or \
-             wgpu, and `kvpack check --backend cuda` for the kernels of CUDA"
-        ),
-    };
-    let results = golden::run_directory(&args.directory, gpu.as_ref())?;
+    let results = golden::run_directory(&args.directory, &args.backend.open()?)?;
     print_implemented(&results)?;
     let unimplemented = print_unimplemented(&results)?;
     let implemented = results.len() - unimplemented;

@@ -26,13 +26,23 @@ pub fn prefill(file: &GoldenFile) -> Result<Computed> {
     Ok(kernels)
 }
 
-/// The same on a GPU.
+/// The same through wgpu.
 pub fn prefill_on_gpu(file: &GoldenFile, gpu: &Wgpu) -> Result<Computed> {
+    prefill_on(file, gpu, "attend_states f16 (wgpu)")
+}
+
+/// The same through CUDA.
+#[cfg(feature = "cuda")]
+pub fn prefill_on_cuda(file: &GoldenFile, cuda: &kvpack::cuda::Cuda) -> Result<Computed> {
+    prefill_on(file, cuda, "attend_states f16 (cuda)")
+}
+
+fn prefill_on<B: Backend>(file: &GoldenFile, backend: &B, name: &'static str) -> Result<Computed> {
     let batch = Batch::of_file(file)?;
     if !batch.is_f16 {
         return Ok(Vec::new());
     }
-    Ok(vec![("attend_states f16 (wgpu)", batch.attend(gpu)?)])
+    Ok(vec![(name, batch.attend(backend)?)])
 }
 
 /// Sequences, and a run of queries for each.

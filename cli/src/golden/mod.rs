@@ -31,6 +31,8 @@ pub use file::GoldenFile;
 use kernels::Device;
 use kvpack::wgpu::Wgpu;
 
+use crate::backend::Chosen;
+
 /// What one implementation of an op computed, by the name of the output.
 type Outputs = BTreeMap<String, Vec<f64>>;
 
@@ -94,6 +96,14 @@ const GPU_OPS: [(&str, GpuOp); 11] = [
     ("vlcache.sparsity", |file, gpu| vlcache::layer(file, Device::Gpu(gpu))),
 ];
 
+/// An op through CUDA.
+#[cfg(feature = "cuda")]
+type CudaOp = fn(&GoldenFile, &kvpack::cuda::Cuda) -> Result<Computed>;
+
+/// The ops that run through CUDA too.
+#[cfg(feature = "cuda")]
+const CUDA_OPS: [(&str, CudaOp); 1] = [("attention.prefill", attention_prefill::prefill_on_cuda)];
+
 /// What came of one file.
 #[derive(Debug)]
 pub struct GoldenResult {
@@ -132,11 +142,11 @@ pub enum GoldenOutcome {
     },
 }
 
-/// Runs all `*.safetensors` files of a directory, in the order of their names, on the CPU and on `gpu`.
+/// Runs all `*.safetensors` files of a directory, in the order of their names, on the CPU and on `backend`.
 ///
 /// # Errors
 /// When the directory cannot be read or holds no such file. What is wrong with a single file is its result.
-pub fn run_directory(directory: &Path, gpu: Option<&Wgpu>) -> Result<Vec<GoldenResult>> {
+pub fn run_directory(directory: &Path, backend: &Chosen) -> Result<Vec<GoldenResult>> {
     let entries = std::fs::read_dir(directory).with_context(|| format!("cannot read {}", directory.display()))?;
     let mut paths: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
@@ -144,13 +154,13 @@ pub fn run_directory(directory: &Path, gpu: Option<&Wgpu>) -> Result<Vec<GoldenR
     if paths.is_empty() {
         bail!("{} holds no .safetensors files; pass a directory with golden vectors", directory.display());
     }
-    Ok(paths.iter().map(|path| run_file(path, gpu)).collect())
+    Ok(paths.iter().map(|path| run_file(path, backend)).collect())
 }
 
 /// Runs one file.
-fn run_file(path: &Path, gpu: Option<&Wgpu>) -> GoldenResult {
+fn run_file(path: &Path, backend: &Chosen) -> GoldenResult {
     let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-    let run = || GoldenFile::read(path).and_then(|file| run_op(&file, gpu));
+    let run = || GoldenFile::read(path).and_then(|file| run_op(&file, Some(backend)));
     // A mistake in an op is that file's result too, and says where it is on standard error.
     let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(anyhow!("kvpack panicked over it")));
     GoldenResult {
@@ -159,18 +169,32 @@ fn run_file(path: &Path, gpu: Option<&Wgpu>) -> GoldenResult {
     }
 }
 
-/// Runs the op of a file.
-pub fn run_op(file: &GoldenFile, gpu: Option<&Wgpu>) -> Result<GoldenOutcome> {
-    let Some((_, op)) = OPS.iter().find(|(name, _)| *name == file.op) else {
+/// What a backend other than the CPU computes of a file.
+fn run_on(file: &GoldenFile, backend: &Chosen) -> Result<Computed> {
+    match backend {
+        Chosen::Cpu(_) => Ok(Vec::new()),
+        Chosen::Wgpu(gpu) => of_op(&GPU_OPS, file).map_or(Ok(Vec::new()), |op| op(file, gpu)),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(cuda) => of_op(&CUDA_OPS, file).map_or(Ok(Vec::new()), |op| op(file, cuda)),
+    }
+}
+
+fn of_op<O: Copy>(ops: &[(&str, O)], file: &GoldenFile) -> Option<O> {
+    ops.iter().find(|(name, _)| *name == file.op).map(|&(_, op)| op)
+}
+
+/// Runs the op of a file on the CPU, and on a backend that is given.
+pub fn run_op(file: &GoldenFile, backend: Option<&Chosen>) -> Result<GoldenOutcome> {
+    let Some(op) = of_op(&OPS, file) else {
         return Ok(GoldenOutcome::Unimplemented { op: file.op.clone() });
     };
     let mut worst = 0.0f64;
     let mut kernels = Vec::new();
     let mut computed: Vec<_> = op(file)?.into_iter().map(|of_kernel| (of_kernel, &file.compare)).collect();
-    if let (Some(gpu), Some((_, op))) = (gpu, GPU_OPS.iter().find(|(name, _)| *name == file.op)) {
+    if let Some(backend) = backend {
         // Weights of f16 values are halves on devices that have them (shaders/attend/values/fma.wgsl).
         let compare = if file.compare_f16.is_empty() { &file.compare } else { &file.compare_f16 };
-        computed.extend(op(file, gpu)?.into_iter().map(|of_kernel| (of_kernel, compare)));
+        computed.extend(run_on(file, backend)?.into_iter().map(|of_kernel| (of_kernel, compare)));
     }
     for ((kernel, outputs), compare) in computed {
         kernels.push(kernel);

@@ -43,7 +43,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCa
     };
     let expected = reference::of_case(case, &data, &spans, &plan)?;
     let error = expected.error_of(&in_f32, case.shape.head_dim());
-    let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
+    let limits = limits_of(case);
     failures.extend(expected.failures("output", &in_f32, &error, &limits));
     failures.extend(stored.guard_failures(backend).await?);
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
@@ -59,7 +59,7 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
     let plan = stored.plan(case)?;
     let queries = backend.upload(query_tensor(case, &data, &plan).elements()).await?;
     let expected = reference::of_case(case, &data, &spans, &plan)?;
-    let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
+    let limits = limits_of(case);
     let of = |plan: AttendPlan| {
         let (stores, queries) = (stored.stores(), &queries);
         async move {
@@ -86,6 +86,11 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
     failures.extend(judge_states(backend, case, &expected, "merged output", &merged, &limits).await?.1);
     failures.extend(stored.guard_failures(backend).await?);
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
+}
+
+fn limits_of(case: &AttendCase) -> Limits {
+    let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
+    if case.scoring.sinks().is_some() { limits.with_sinks() } else { limits }
 }
 
 /// The errors of states, and the failures against the limits.

@@ -1,6 +1,9 @@
 //! A step of attention: planned from lengths, bound to memory.
 
 use std::f32::consts::LOG2_E;
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
 use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
@@ -11,11 +14,12 @@ use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::launch::KernelLaunch;
+use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue};
-use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreFormat};
+use crate::plan::{AttendPlan, ElementType, QueryLayout, Scoring, StoreFormat};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -37,12 +41,15 @@ pub struct AttendTensors<'a> {
 /// eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
-    shape: AttentionShape,
+    pub(super) shape: AttentionShape,
     rows: usize,
     segments: Vec<PlannedLaunch>,
     states: usize,
+    /// Queries that see no token.
+    pub(super) unseen: Vec<usize>,
+    pub(super) scoring: Scoring,
     query_rows: QueryLayout,
-    output_rows: QueryLayout,
+    pub(super) output_rows: QueryLayout,
 }
 
 /// Compiles every attention kernel that steps over these stores may use, for runs of up to `longest` queries.
@@ -88,24 +95,24 @@ impl AttendStep {
     }
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
-        plan.check_plain("CUDA")?;
         let shape = *plan.shape();
         let blocks = query_blocks(facts, plan);
         let mut segments = Vec::new();
         for segment in plan.segments() {
             for parts in SegmentParts::of(plan, segment, &blocks) {
-                segments.push(PlannedLaunch::new(facts, &shape, segment, parts)?);
+                segments.push(PlannedLaunch::new(facts, &shape, segment, parts, plan.scoring())?);
             }
         }
         if let [segment] = segments.as_mut_slice() {
             segment.cluster = segment.common_cluster();
         }
         segments.iter_mut().for_each(PlannedLaunch::order_items);
-        let states = assign_states(plan, &blocks, &mut segments)?;
+        let (states, unseen) = assign_states(plan, &blocks, &mut segments)?;
         // Launches of a step run beside each other: small ones find room where the blocks of a large one leave it.
         segments.sort_by_key(|segment| std::cmp::Reverse(segment.bytes()));
         let dense = QueryLayout::dense(&shape);
-        Ok(Self { shape, rows: plan.rows(), segments, states, query_rows: dense, output_rows: dense })
+        let (rows, scoring) = (plan.rows(), plan.scoring().clone());
+        Ok(Self { shape, rows, segments, states, unseen, scoring, query_rows: dense, output_rows: dense })
     }
 
     /// The same step for queries with this layout, instead of contiguous rows.
@@ -182,6 +189,7 @@ impl AttendStep {
     pub(in crate::cuda) fn is_bound_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.is_bound_like(b);
         self.sizes(Sizing::Classes) == other.sizes(Sizing::Classes)
+            && self.scoring == other.scoring
             && self.segments.len() == other.segments.len()
             && self.segments.iter().zip(&other.segments).all(same)
     }
@@ -231,7 +239,11 @@ impl AttendStep {
         queries.memory().check_stream("queries", stream)?;
         output.memory().check_stream("output", stream)?;
         lse.map_or(Ok(()), |lse| lse.memory().check_stream("lse", stream))?;
-        let mut step = BoundAttendStep { stream: stream.clone(), launches: Vec::new(), memory: scratch.memory() };
+        let memory = scratch.memory();
+        let mut step = BoundAttendStep { stream: stream.clone(), unseen: Vec::new(), launches: Vec::new(), memory };
+        let sinks = self.upload_sinks(stream)?;
+        step.memory.extend(sinks.clone());
+        self.bind_unseen(&mut step, output, lse)?;
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
         step.memory.extend(lse.map(|lse| lse.memory().clone()));
         let mut merges = Vec::new();
@@ -252,12 +264,13 @@ impl AttendStep {
                 state_lse: scratch.lse.address(),
                 arrivals: scratch.arrivals.address(),
                 extremes: tables.extremes.as_ref().map_or(0, |extremes| extremes.address()),
+                sinks: sinks.as_ref().map_or(0, |sinks| sinks.address()),
                 query_stride: self.query_rows.stride as u64,
                 output_stride: self.output_rows.stride as u64,
                 kv_heads: self.shape.kv_heads() as u32,
                 group: self.shape.group() as u32,
                 chunks: chunks as u32,
-                score_scale: LOG2_E / (self.shape.head_dim() as f32).sqrt(),
+                score_scale: self.scoring.log2_scale(&self.shape),
                 query_type: queries.type_code(),
                 output_type: output.type_code(),
                 cluster: segment.cluster as u32,
@@ -265,7 +278,7 @@ impl AttendStep {
                 tau2: base_2(Calibration::tau2),
                 beside: 0,
                 early: 0,
-                unused: 0,
+                soft_cap: self.scoring.soft_cap().unwrap_or(1.0) * LOG2_E,
             };
             let blocks = tables.item_count * self.shape.kv_heads() * chunks;
             match &tables.extremes {
@@ -288,6 +301,13 @@ impl AttendStep {
         }
         step.launches.extend(merges);
         Ok(step)
+    }
+
+    /// The logits of the sinks in units of log2, where the layer has them. A head without one has the lowest f32.
+    fn upload_sinks(&self, stream: &Arc<CudaStream>) -> Result<Option<Arc<Memory>>> {
+        let Some(sinks) = self.scoring.sinks() else { return Ok(None) };
+        let base_2: Vec<f32> = sinks.iter().map(|sink| (sink * LOG2_E).max(f32::MIN)).collect();
+        Memory::upload(stream, "sinks", bytemuck::cast_slice(&base_2)).map(Some)
     }
 }
 

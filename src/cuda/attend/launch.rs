@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::result::memset_d8_async;
 use cudarc::driver::{CudaStream, DeviceRepr};
 
+use super::unseen::UnseenRow;
 use crate::Result;
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::launch::KernelLaunch;
@@ -25,6 +26,7 @@ pub(super) struct AttendCall {
     pub(super) state_lse: u64,
     pub(super) arrivals: u64,
     pub(super) extremes: u64,
+    pub(super) sinks: u64,
     pub(super) query_stride: u64,
     pub(super) output_stride: u64,
     pub(super) kv_heads: u32,
@@ -38,7 +40,7 @@ pub(super) struct AttendCall {
     pub(super) tau2: f32,
     pub(super) beside: u32,
     pub(super) early: u32,
-    pub(super) unused: u32,
+    pub(super) soft_cap: f32,
 }
 
 // SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
@@ -95,6 +97,7 @@ impl Launch {
 #[derive(Debug)]
 pub struct BoundAttendStep {
     pub(super) stream: Arc<CudaStream>,
+    pub(super) unseen: Vec<UnseenRow>,
     pub(super) launches: Vec<Launch>,
     pub(super) memory: Vec<Arc<Memory>>,
 }
@@ -106,6 +109,7 @@ impl BoundAttendStep {
     /// # Errors
     /// Errors of the driver from a launch.
     pub fn launch(&self) -> Result<()> {
+        self.unseen.iter().try_for_each(|row| row.write(&self.stream))?;
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::After))
     }
 

@@ -3,6 +3,7 @@
 pub(super) mod attend_step;
 mod kernel;
 pub(super) mod launch;
+mod logits;
 pub(super) mod merge_pair;
 pub(super) mod model_tables;
 mod parts;
@@ -11,4 +12,5 @@ pub(super) mod scratch;
 mod segment;
 mod split;
 pub(super) mod uncentre_lse;
+mod unseen;
 mod variant;

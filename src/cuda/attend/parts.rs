@@ -1,9 +1,12 @@
 //! What of a plan the launches of a step take: blocks of queries, and their parts of spans.
 
+use std::ops::Range;
+
+use super::logits::TokenMask;
 use super::run_variant::{BLOCK_ROWS, LEAST_ROWS, RunVariant};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
-use crate::format::AttentionShape;
+use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, StorePart, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
@@ -30,8 +33,8 @@ pub(super) const fn are_many(shape: &AttentionShape, queries: usize) -> bool {
 /// others in those of `attend`.
 pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block> {
     let shape = plan.shape();
-    let few = blocks(plan, BlockQueries { most: few_queries(shape), least: 1 });
-    if !plan.runs().iter().any(|run| are_many(shape, run.run.queries))
+    let few = blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
+    if !plan.runs().iter().any(|run| are_many(shape, run.run.queries) && run.moves_evenly())
         || !plan.segments().iter().all(serves(shape, facts))
     {
         return few;
@@ -39,7 +42,7 @@ pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block>
     let most = many_queries(shape);
     let of_run = |(run, planned): (usize, &PlannedRun)| {
         let queries = planned.run.queries;
-        if !are_many(shape, queries) {
+        if !are_many(shape, queries) || !planned.moves_evenly() {
             return few.iter().filter(|block| block.run == run).copied().collect::<Vec<_>>();
         }
         let count = queries.div_ceil(most);
@@ -70,6 +73,8 @@ pub(super) enum ItemQueries {
 /// What of a segment one launch takes.
 pub(super) struct SegmentParts {
     pub(super) queries: ItemQueries,
+    /// Which tokens of the items are hidden.
+    pub(super) mask: TokenMask,
     /// The runs of the plan.
     pub(super) runs: Vec<PlannedRun>,
     /// The index of its span, and the part, whose queries are counted within their run.
@@ -82,6 +87,7 @@ impl SegmentParts {
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
         let (mut many, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut windowed, mut trees) = (Vec::new(), Vec::new());
         let mut of_block = Vec::new();
         for (of_span, span) in segment.spans().iter().enumerate() {
             let of_run = first_block[span.run]..first_block[span.run + 1];
@@ -95,6 +101,12 @@ impl SegmentParts {
                 for mut part in of_block.drain(..) {
                     part.first += block.first;
                     match (segment.calibration(), part.queries) {
+                        (_, 1) if part.masked => match run.run.visible {
+                            Visible::Tree(_) => {
+                                trees.extend(tree_parts(run, span, part).map(|part| (of_span, part)));
+                            }
+                            _ => windowed.push((of_span, part)),
+                        },
                         (_, 1) => single.push((of_span, part)),
                         (None, _) => few.push((of_span, part)),
                         // A query has extremes of its own.
@@ -111,32 +123,84 @@ impl SegmentParts {
                 blocks.iter().map(|block| block.queries).filter(|&queries| are_many(plan.shape(), queries) == many);
             of.max().unwrap_or(1)
         };
+        let has_windows = many
+            .iter()
+            .any(|(span, _): &(usize, Part)| plan.runs()[segment.spans()[*span].run].window_start(0).is_some());
+        let of_many = if has_windows { TokenMask::Window } else { TokenMask::None };
         let all = [
-            (ItemQueries::Many(most(true)), many),
-            (ItemQueries::Few(most(false)), few),
-            (ItemQueries::Few(1), single),
+            (ItemQueries::Many(most(true)), of_many, many),
+            (ItemQueries::Few(most(false)), TokenMask::None, few),
+            (ItemQueries::Few(1), TokenMask::None, single),
+            (ItemQueries::Few(1), TokenMask::Window, windowed),
+            (ItemQueries::Few(1), TokenMask::Tree, trees),
         ];
-        let some = all.into_iter().filter(|(_, parts)| !parts.is_empty());
-        some.map(|(queries, parts)| Self { queries, runs: plan.runs().to_vec(), parts }).collect()
+        let some = all.into_iter().filter(|(_, _, parts)| !parts.is_empty());
+        some.map(|(queries, mask, parts)| Self { queries, mask, runs: plan.runs().to_vec(), parts }).collect()
     }
 
-    /// Tokens of a span, from token `first` on, that the first query of a part sees.
-    pub(super) fn seen(&self, span: &PlannedSpan, part: &Part, first: usize) -> i32 {
+    /// What an item that begins at token `first` of a span is told of what its first query sees.
+    pub(super) fn seen(&self, span: &PlannedSpan, part: &Part, first: usize) -> ItemLimits {
         let run = &self.runs[span.run];
-        // Queries of a causal run see a token more each, also before the first of the span.
-        let seen = match (&run.run.visible, span.gathered) {
-            (Visible::Causal, None) => i64::from(run.limits(part.first).to) - span.start as i64,
-            _ => run.seen(part.first, span).to as i64,
-        };
-        (seen - first as i64).clamp(i32::MIN.into(), i32::MAX.into()) as i32
+        let (limits, seen) = (run.limits(part.first), run.seen(part.first, span));
+        let word = |token: i64| (token - first as i64).clamp(i32::MIN.into(), i32::MAX.into()) as i32;
+        match (self.mask, self.queries) {
+            (TokenMask::Tree, _) => {
+                let from = seen.tree.max(first);
+                let mut tree = [0; TILE_TOKENS / 32];
+                let bits = (part.tokens.end - from).min(TILE_TOKENS);
+                for bit in (0..bits).filter(|bit| run.sees(part.first, span.start + from + bit)) {
+                    tree[bit / 32] |= 1 << (bit % 32);
+                }
+                ItemLimits { seen: word(from as i64), from: 0, tree }
+            }
+            (TokenMask::Window, ItemQueries::Few(_)) => {
+                ItemLimits { seen: word(seen.from as i64), from: 0, tree: [0; 4] }
+            }
+            _ => {
+                // Counted from the span's first token, also before it and behind its last. A gathered span is seen as
+                // if its tokens stood at its first positions: queries that differ over it are over one of one token.
+                let to = i64::from(limits.to) - span.start as i64;
+                let from = run.window_start(part.first).map_or(i64::from(i32::MIN / 2), |at| at - span.start as i64);
+                ItemLimits { seen: word(to), from: word(from), tree: [0; 4] }
+            }
+        }
     }
 }
 
-/// All of a span that the last query of a block sees.
+/// What an item is told of what its first query sees: fields of `Item` in `cuda/common/attend_call.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ItemLimits {
+    pub(super) seen: i32,
+    pub(super) from: i32,
+    /// Bits of a tree, the lowest first.
+    pub(super) tree: [u32; TILE_TOKENS / 32],
+}
+
+/// A part of which the bits of a tree decide some tokens, in parts of which they decide no more than an item has bits
+/// for. Parts of which the query sees nothing are left out.
+fn tree_parts(run: &PlannedRun, span: &PlannedSpan, part: Part) -> impl Iterator<Item = Part> {
+    let tree = run.seen(part.first, span).tree.max(part.tokens.start);
+    let first_end = match part.tokens.end - tree <= TILE_TOKENS {
+        true => part.tokens.end,
+        false => (tree / TILE_TOKENS + 1) * TILE_TOKENS,
+    };
+    let others = (first_end..part.tokens.end).step_by(TILE_TOKENS);
+    let ends = others.clone().map(|start| (start + TILE_TOKENS).min(part.tokens.end));
+    let all = std::iter::once(part.tokens.start..first_end).chain(others.zip(ends).map(|(start, end)| start..end));
+    let is_seen = |tokens: &Range<usize>| {
+        tokens.start < tree || tokens.clone().any(|token| run.sees(part.first, span.start + token))
+    };
+    let seen: Vec<Range<usize>> = all.filter(is_seen).collect();
+    seen.into_iter().map(move |tokens| Part { tokens, ..part.clone() })
+}
+
+/// What the queries of a block together see of a span. Each sees what the one before it sees, moved by a position, so
+/// that this is one interval, though the first query may be past the span and the last one not yet there.
 fn whole_part(index: usize, block: &Block, run: &PlannedRun, span: &PlannedSpan) -> Option<Part> {
-    let seen = run.seen(block.first + block.queries - 1, span).to;
     let (first, queries) = (block.first, block.queries);
-    (seen > 0).then_some(Part { block: index, first, queries, tokens: 0..seen, masked: false })
+    let seen = run.seen_between(first, first + queries - 1, span);
+    let tokens = seen.from / TILE_TOKENS * TILE_TOKENS..seen.to;
+    (!seen.is_empty()).then_some(Part { block: index, first, queries, tokens, masked: false, later: 0 })
 }
 
 #[cfg(test)]
@@ -145,13 +209,30 @@ mod tests {
 
     use super::super::attend_step::AttendStep;
     use super::super::kernel::SegmentKernel;
+    use super::super::segment::{Item, PlannedLaunch};
     use super::*;
     use crate::Bits;
     use crate::format::{SegmentFormat, TILE_TOKENS};
-    use crate::plan::{Page, QueryRun, SpanView, StoreView};
+    use crate::plan::{Page, QueryRun, SpanView, StoreView, TreeMask};
     use proptest::prelude::*;
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+
+    /// Whether a query of an item sees a token of it: what the kernels make of its limits.
+    fn is_seen(launch: &PlannedLaunch, item: &Item, query: i32, token: i32) -> bool {
+        let mask = match launch.kernel {
+            SegmentKernel::Run(_) => return item.from + query <= token && token < item.seen + query,
+            SegmentKernel::Attend(variant) => variant.logits.mask,
+        };
+        match mask {
+            TokenMask::None => true,
+            TokenMask::Window => token >= item.seen,
+            TokenMask::Tree => {
+                let bit = (token - item.seen) as usize;
+                token < item.seen || item.tree[bit / 32] >> (bit % 32) & 1 == 1
+            }
+        }
+    }
 
     proptest! {
         /// Whatever kernel takes a query: it gets every token that it sees once and no other, each of its items
@@ -161,7 +242,7 @@ mod tests {
         fn every_query_gets_what_it_sees(
             lengths in prop::collection::vec((0usize..3, 1usize..900), 3..14),
             group in prop::sample::select(vec![1usize, 4, 7, 64, 300]),
-            wanted in prop::collection::vec((1usize..400, any::<bool>()), 3),
+            wanted in prop::collection::vec((1usize..400, 0usize..5, 1usize..500), 3),
             sketch in any::<bool>(),
         ) {
             let shape = AttentionShape::new(2 * group, 2, 128).unwrap();
@@ -180,9 +261,21 @@ mod tests {
             let of = |parity: usize| spans.iter().skip(parity).step_by(2).cloned().collect::<Vec<_>>();
             let store = |format, spans| StoreView { format, calibration: None, spans };
             let stores = [store(SegmentFormat::F16, of(0)), store(packed, of(1))];
-            let runs: Vec<QueryRun> = wanted.iter().enumerate().map(|(sequence, &(queries, all))| {
-                let visible = if all { Visible::All } else { Visible::Causal };
-                QueryRun::new(sequence, queries.min(starts[sequence]), visible)
+            let runs: Vec<QueryRun> = wanted.iter().enumerate().map(|(sequence, &(queries, kind, left))| {
+                let queries = queries.min(starts[sequence]);
+                let bits = || (0..(queries * queries).div_ceil(8)).map(|i| (i * left) as u8).collect::<Vec<_>>();
+                let visible = match kind {
+                    0 => Visible::All,
+                    1 => Visible::Causal,
+                    2 => Visible::Window { left },
+                    4 => {
+                        let at = left.min(starts[sequence] - 1);
+                        let spans = std::iter::once(at / 2..at + 1).collect();
+                        Visible::Spans { left: (left % 2 == 0).then_some(left), spans }
+                    }
+                    _ => Visible::Tree(TreeMask::from_bits(queries, queries, &bits()).unwrap()),
+                };
+                QueryRun::new(sequence, queries, visible)
             }).collect();
             let plan = AttendPlan::new(shape, &runs, &stores).unwrap();
             let step = AttendStep::for_device(&H200, &plan).unwrap();
@@ -197,8 +290,7 @@ mod tests {
                 for (at, item) in segment.items.iter().enumerate() {
                     for query in 0..item.queries {
                         let row = (item.row + query) as usize;
-                        let limit = if run_kernel { item.seen + query as i32 } else { item.tokens as i32 };
-                        seen[row] += limit.clamp(0, item.tokens as i32) as usize;
+                        seen[row] += (0..item.tokens as i32).filter(|&t| is_seen(segment, item, query as i32, t)).count();
                         let state = item.state + query * item.stride;
                         let first = item.first_state + query * item.stride;
                         prop_assert!((first..first + item.states).contains(&state));
@@ -211,13 +303,16 @@ mod tests {
                     }
                 }
             }
-            let rows_of_many = plan.runs().iter().filter(|run| are_many(&shape, run.run.queries));
+            let takes_many = |run: &PlannedRun| are_many(&shape, run.run.queries) && run.moves_evenly();
+            let rows_of_many = plan.runs().iter().filter(|run| takes_many(run));
             prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
             for run in plan.runs() {
                 for query in 0..run.run.queries {
-                    prop_assert_eq!(seen[run.first_row + query], run.limits(query).to as usize);
+                    let length = starts[run.run.sequence];
+                    let sees = (0..length).filter(|&position| run.sees(query, position)).count();
+                    prop_assert_eq!(seen[run.first_row + query], sees);
                     let own = states.values().filter(|&&row| row == run.first_row + query).count();
-                    let by_launch = many && are_many(&shape, run.run.queries) && own > 1;
+                    let by_launch = many && takes_many(run) && own > 1;
                     // Blocks of at most two queries leave a single query of an odd run to `attend`.
                     prop_assert!(merged[run.first_row + query] == usize::from(by_launch) || many_queries(&shape) < 3);
                 }

@@ -2,6 +2,7 @@
 
 use cudarc::driver::CudaFunction;
 
+use super::logits::Logits;
 use super::variant::LINE_BYTES;
 use crate::Result;
 use crate::cuda::Cuda;
@@ -45,6 +46,7 @@ pub(super) struct RunVariant {
     /// Stages of the ring. Each holds a piece of a tile.
     stages: usize,
     bulk_copies: bool,
+    logits: Logits,
 }
 
 /// How warps multiply.
@@ -76,9 +78,15 @@ impl RunVariant {
             }
         }
         let variants = ways.into_iter().flat_map(|(multiplies, warps, stages)| {
-            stages.rev().map(move |stages| Self { pages, warps, multiplies, stages, bulk_copies })
+            let logits = Logits::default();
+            stages.rev().map(move |stages| Self { pages, warps, multiplies, stages, bulk_copies, logits })
         });
         variants.into_iter().find(|variant| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes)
+    }
+
+    /// The same for launches whose scores become such logits.
+    pub(super) const fn with_logits(self, logits: Logits) -> Self {
+        Self { logits, ..self }
     }
 
     /// Every variant for blocks of up to `rows` rows.
@@ -152,6 +160,7 @@ impl RunVariant {
             ("TILE_PIECES", self.tile_pieces()),
             ("QUERIES", 2),
         ]);
+        defines.extend(self.logits.defines());
         Program { files: &["attend_run.cu", "merge_run.cu"], defines }
     }
 

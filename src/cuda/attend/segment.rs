@@ -7,6 +7,7 @@ use cudarc::driver::CudaStream;
 
 use super::kernel::SegmentKernel;
 use super::launch::{AttendCall, Launch};
+use super::logits::Logits;
 use super::parts::{ItemQueries, SegmentParts};
 use super::run_variant::{BLOCK_ROWS, RunVariant};
 use super::scratch::{SegmentTables, Sizing};
@@ -18,7 +19,7 @@ use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, Page, StateCounts, StorePart};
+use crate::plan::{AttendPlan, Block, Page, Scoring, StateCounts, StorePart};
 use crate::{Error, Result};
 
 /// `Item` of `cuda/common/attend_call.cuh`.
@@ -36,6 +37,8 @@ pub(super) struct Item {
     pub(super) queries: u32,
     pub(super) stride: u32,
     pub(super) seen: i32,
+    pub(super) from: i32,
+    pub(super) tree: [u32; 4],
 }
 
 /// One launch of a step: items of one segment that have one query each, or query blocks.
@@ -64,12 +67,14 @@ impl PlannedLaunch {
         shape: &AttentionShape,
         segment: &StorePart,
         parts: SegmentParts,
+        scoring: &Scoring,
     ) -> Result<Self> {
+        let logits = Logits::new(scoring, parts.mask);
         let pages = PageFormat::new(shape, segment.format())?;
         let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
         let (kernel, wave, most) = match parts.queries {
-            ItemQueries::Few(queries) => best_attend(facts, shape, pages, queries, &tiles)?,
-            ItemQueries::Many(queries) => of_run(facts, shape, pages, queries, &tiles),
+            ItemQueries::Few(queries) => best_attend(facts, shape, pages, (queries, logits), &tiles)?,
+            ItemQueries::Many(queries) => of_run(facts, shape, pages, (queries, logits), &tiles),
         }
         .ok_or_else(|| Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) })?;
         // Extremes of the queries of a span's run are contiguous.
@@ -85,6 +90,7 @@ impl PlannedLaunch {
             for (start, length) in split::cut(tiles, most) {
                 let first = part.tokens.start + start * TILE_TOKENS;
                 let end = (first + length * TILE_TOKENS).min(part.tokens.end);
+                let limits = parts.seen(span, part, first);
                 items.push(Item {
                     first_page: (span.first_page + first / TILE_TOKENS) as u32,
                     tokens: (end - first) as u32,
@@ -96,7 +102,9 @@ impl PlannedLaunch {
                     extremes: (first_extremes[*index] + part.first) as u32,
                     queries: part.queries as u32,
                     stride: 0,
-                    seen: parts.seen(span, part, first),
+                    seen: limits.seen,
+                    from: limits.from,
+                    tree: limits.tree,
                 });
                 blocks.push(part.block);
             }
@@ -263,14 +271,14 @@ fn best_attend(
     facts: &DeviceFacts,
     shape: &AttentionShape,
     pages: PageFormat,
-    queries: usize,
+    (queries, logits): (usize, Logits),
     tiles: &[usize],
 ) -> Result<Option<Cut>> {
     let heads = shape.group() * queries;
     let mut best: Option<(Cut, (f64, bool))> = None;
     let longest = tiles.iter().copied().max().unwrap_or(0);
     for variant in AttendVariant::candidates(pages, heads, longest, facts)? {
-        let variant = AttendVariant { queries, ..variant };
+        let variant = AttendVariant { queries, logits, ..variant };
         let wave = Wave {
             multiprocessors: facts.multiprocessors,
             blocks_each: variant.blocks,
@@ -295,10 +303,10 @@ fn of_run(
     facts: &DeviceFacts,
     shape: &AttentionShape,
     pages: PageFormat,
-    queries: usize,
+    (queries, logits): (usize, Logits),
     tiles: &[usize],
 ) -> Option<Cut> {
-    let variant = RunVariant::new(pages, queries * shape.group(), facts)?;
+    let variant = RunVariant::new(pages, queries * shape.group(), facts)?.with_logits(logits);
     let wave = Wave {
         multiprocessors: facts.multiprocessors,
         blocks_each: 1,
@@ -313,8 +321,12 @@ fn of_run(
 }
 
 /// Assigns state rows to every item, or every cluster of items, so that those of a query are contiguous. Returns the
-/// number of rows.
-pub(super) fn assign_states(plan: &AttendPlan, blocks: &[Block], segments: &mut [PlannedLaunch]) -> Result<usize> {
+/// number of rows, and the queries without any: they see no token.
+pub(super) fn assign_states(
+    plan: &AttendPlan,
+    blocks: &[Block],
+    segments: &mut [PlannedLaunch],
+) -> Result<(usize, Vec<usize>)> {
     let mut counts = StateCounts::new(plan, blocks);
     for segment in segments.iter() {
         for (group, of) in segment.items.chunks(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
@@ -326,10 +338,11 @@ pub(super) fn assign_states(plan: &AttendPlan, blocks: &[Block], segments: &mut 
         for (group, of) in segment.items.chunks_mut(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
             let place = rows.take(of[0], group[0].row as usize, group[0].queries as usize);
             for item in group {
-                (item.state, item.stride) = (place.state, place.stride);
+                item.state = place.state;
+                item.stride = place.stride;
                 (item.first_state, item.states) = (place.rows.first, place.rows.end - place.rows.first);
             }
         }
     }
-    Ok(rows.states)
+    Ok((rows.states, (0..rows.rows.len()).filter(|&row| rows.rows[row].end == rows.rows[row].first).collect()))
 }

@@ -2,6 +2,7 @@
 
 use cudarc::driver::CudaFunction;
 
+use super::logits::Logits;
 use super::split::MOST_CLUSTER;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -55,6 +56,7 @@ pub(super) struct AttendVariant {
     pub(super) bulk_copies: bool,
     /// Maximum number of queries of an item. Several queries share a block with all their heads.
     pub(super) queries: usize,
+    pub(super) logits: Logits,
 }
 
 /// Tiles of short spans. Their blocks consist of start and end only, which other blocks must hide.
@@ -87,6 +89,7 @@ impl AttendVariant {
             blocks,
             bulk_copies,
             queries: 1,
+            logits: Logits::default(),
         };
         let fits = |variant: &Self| {
             let shared = variant.shared_bytes() + variant.fixed_bytes();
@@ -204,6 +207,7 @@ impl AttendVariant {
             ("QUERIES", self.queries),
             ("SCORE_PASS", pass as usize),
         ]);
+        defines.extend(self.logits.defines());
         Program { files: &["attend.cu"], defines }
     }
 
@@ -261,6 +265,7 @@ impl PageFormat {
 
 #[cfg(test)]
 mod tests {
+    use super::super::logits::TokenMask;
     use super::super::run_variant::{BLOCK_ROWS, RunVariant};
     use super::*;
     use crate::format::{AffineFormat, CodebookFormat, Grouping, SegmentFormat, TensorFormat};
@@ -316,7 +321,7 @@ mod tests {
         }
     }
 
-    /// The sources of some formats of every kind compile. This needs no device.
+    /// The sources of a format of every kind compile, with every way from scores to logits. This needs no device.
     #[test]
     #[ignore = "needs NVRTC"]
     fn kernels_compile() {
@@ -326,16 +331,39 @@ mod tests {
             key: affine(Bits::Two, Grouping::ChannelTokens(32)),
             value: affine(Bits::Two, Grouping::TokenChannels(32)),
         };
-        let levels = SegmentFormat::turboquant_prod(Bits::Three, 128);
-        for format in [SegmentFormat::F16, both(affine(Bits::Four, Grouping::Token)), kivi, levels] {
+        let formats = [
+            SegmentFormat::F16,
+            both(affine(Bits::Four, Grouping::Token)),
+            both(affine(Bits::Three, Grouping::Channel)),
+            kivi,
+            SegmentFormat::turboquant_prod(Bits::Three, 128),
+        ];
+        for format in formats {
             let pages = PageFormat::new(&shape, &format).unwrap();
-            let attend = AttendVariant::candidates(pages, shape.group(), 9, &H200).unwrap()[0];
-            let passes = [ScorePass::Plain, ScorePass::Extremes, ScorePass::Mapped].map(|pass| attend.program(pass));
-            let run = RunVariant::new(pages, BLOCK_ROWS, &H200).map(|variant| variant.program());
-            for program in passes.iter().chain(&run).chain([&pages.rows_program()]) {
+            for program in programs(pages, &shape) {
                 let architecture = program.architecture(&H200);
                 program.compile(&architecture).unwrap_or_else(|error| panic!("{format}: {error}"));
             }
         }
+    }
+
+    /// What is compiled for steps over these pages.
+    fn programs(pages: PageFormat, shape: &AttentionShape) -> Vec<Program> {
+        let attend = AttendVariant::candidates(pages, shape.group(), 9, &H200).unwrap()[0];
+        let calibrated = [ScorePass::Extremes, ScorePass::Mapped].map(|pass| attend.program(pass));
+        let of_logits = |logits: Logits| AttendVariant { logits, ..attend }.program(ScorePass::Plain);
+        let wide = AttendVariant { queries: 2, ..AttendVariant::candidates(pages, 8, 9, &H200).unwrap()[0] };
+        let masks = [TokenMask::None, TokenMask::Window, TokenMask::Tree];
+        let logits = masks.into_iter().flat_map(|mask| {
+            [(false, false), (false, true), (true, false)].map(|(capped, sinks)| Logits { capped, sinks, mask })
+        });
+        let runs = [BLOCK_ROWS, BLOCK_ROWS / 2, 1].into_iter().filter_map(|rows| RunVariant::new(pages, rows, &H200));
+        let runs = runs.flat_map(|run| {
+            let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
+            [run, run.with_logits(windowed)].map(|run| run.program())
+        });
+        let rows = pages.rows_program();
+        let wide = wide.program(ScorePass::Plain);
+        calibrated.into_iter().chain(logits.map(of_logits)).chain(runs).chain([wide, rows]).collect()
     }
 }

@@ -29,6 +29,7 @@ files![
     "common/elements.cuh",
     "common/ordered.cuh",
     "common/level_bytes.cuh",
+    "common/logits.cuh",
     "common/pairs.cuh",
     "common/ptx.cuh",
     "common/put_row.cuh",

@@ -39,10 +39,14 @@ pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, opti
     let wide: Option<Vec<[usize; 2]>> = plan.segments().iter().zip(&specials).map(of_run).collect();
     let wide = wide.and_then(|of| of.into_iter().reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])]));
     match wide {
-        Some([most, least]) if longest >= least => BlockQueries { most, least },
+        Some([most, least]) if longest >= least => {
+            // Smaller blocks may be left to `attend`.
+            let of_attend = specials.iter().map(Specialisation::most_queries).max().unwrap_or(1);
+            BlockQueries { most, least, least_limited: of_attend + 1 }
+        }
         _ => {
             let most = specials.iter().map(Specialisation::most_queries).min().unwrap_or(1);
-            BlockQueries { most: most.min(longest), least: 1 }
+            BlockQueries { most: most.min(longest), least: 1, least_limited: usize::MAX }
         }
     }
 }

@@ -18,7 +18,8 @@ use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
 use super::specialisation::MAX_TILES;
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{AttendPlan, ElementType, QueryLayout, Work};
+use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreWork, Work};
+use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard;
 use crate::wgpu::device::shader::is_table;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
@@ -28,6 +29,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     work: Work,
+    path: Path,
     input: ElementType,
     output: ElementType,
     query_rows: QueryLayout,
@@ -61,6 +63,15 @@ impl Rows {
             Self::Room => layout.check_room(what, elements, rows, of),
         }
     }
+}
+
+/// Bytes of all tables of a step, and some for what lies between them.
+fn table_bytes(work: &Work) -> usize {
+    let of_segment = |segment: &StoreWork| {
+        size_of_val(segment.queries()) + size_of_val(segment.page_table()) + size_of_val(segment.items())
+    };
+    let bytes = work.segments().iter().map(of_segment).sum::<usize>() + size_of_val(work.rows());
+    bytes + bytes / 4 + 4096
 }
 
 impl AttendStep {
@@ -115,12 +126,14 @@ impl AttendStep {
         (lse, room): (LseOutput, Sizing),
     ) -> Result<Self> {
         let work = Work::in_blocks(plan, options.split, block_queries(capabilities, plan, options))?;
-        let layout = Layout::new(capabilities, room);
+        let layout = Layout::new(capabilities, room, table_bytes(&work));
         let mut builder = Builder { capabilities, work: &work, input, options, lse, layout };
         let launches = builder.launches();
         let Layout { tables, scratch, .. } = builder.layout;
         let (dense, output) = (QueryLayout::dense(work.shape()), options.output);
-        let step = Self { work, input, output, query_rows: dense, output_rows: dense, lse, launches, tables, scratch };
+        let path = capabilities.path();
+        let step =
+            Self { work, path, input, output, query_rows: dense, output_rows: dense, lse, launches, tables, scratch };
         step.check_limits(capabilities)?;
         Ok(step)
     }
@@ -144,6 +157,11 @@ impl AttendStep {
     /// The work items of the step.
     pub fn work(&self) -> &Work {
         &self.work
+    }
+
+    /// The path of its device: kernels take no higher one.
+    pub const fn path(&self) -> Path {
+        self.path
     }
 
     /// Sizes of the scratch that the step needs.

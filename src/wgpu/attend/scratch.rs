@@ -121,9 +121,11 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    pub fn new(capabilities: &Capabilities, room: Sizing) -> Self {
+    /// Without sections. Those of tables are expected to take `tables` bytes: of a long prompt they are large, and moving
+    /// them while they grow would take longer than filling them.
+    pub fn new(capabilities: &Capabilities, room: Sizing, tables: usize) -> Self {
         let alignment = capabilities.limits.binding_alignment;
-        Self { alignment, room, tables: Vec::new(), scratch: ScratchBytes::default() }
+        Self { alignment, room, tables: Vec::with_capacity(tables), scratch: ScratchBytes::default() }
     }
 
     pub fn table<T: bytemuck::NoUninit>(&mut self, rows: &[T]) -> ScratchSection {

@@ -45,8 +45,10 @@ const SCRATCH_BYTES: u64 = 16 << 20;
 /// # async fn example(device: wgpu::Device, queue: wgpu::Queue) -> kvpack::Result<()> {
 /// // The device of an engine ...
 /// let backend = Wgpu::new(device, queue)?;
-/// // ... or one of kvpack's own choice.
-/// let backend = Wgpu::open(None).await?;
+/// // ... or one of kvpack's own choice, with cooperative matrices where it has them.
+/// // SAFETY: see wgpu::ExperimentalFeatures.
+/// let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+/// let backend = Wgpu::open(None, experimental).await?;
 /// # Ok(())
 /// # }
 /// ```
@@ -77,7 +79,8 @@ pub struct Wgpu {
 
 impl Wgpu {
     /// The backend on an engine's device, with kernels of its own and without wgpu's run-time checks
-    /// ([`Checks::Trusted`]). Use [`Wgpu::with_kernels`] for other kernels.
+    /// ([`Checks::Trusted`]). Use [`Wgpu::with_kernels`] for other kernels. Kernels use all that the device was created
+    /// with and kvpack knows, cooperative matrices too: [`Wgpu::capabilities`] tells.
     ///
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
@@ -95,24 +98,16 @@ impl Wgpu {
     }
 
     /// The backend on a device of its own: that of the named adapter, or of the best one, see
-    /// [`choose_adapter`](super::choose_adapter).
+    /// [`choose_adapter`](super::choose_adapter). `experimental` allows cooperative matrices or not: see
+    /// [`Requirements::of`].
     ///
     /// # Errors
     /// [`Error::Adapter`](crate::Error::Adapter) when there is no such adapter or it cannot open a device;
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor.
-    pub async fn open(adapter: Option<&str>) -> Result<Self> {
+    pub async fn open(adapter: Option<&str>, experimental: wgpu::ExperimentalFeatures) -> Result<Self> {
         let adapter = adapters::choose_adapter(adapter).await?;
-        let (device, queue) = adapters::open_device(&adapter, Requirements::of(&adapter)).await?;
+        let (device, queue) = adapters::open_device(&adapter, Requirements::of(&adapter, experimental)).await?;
         Self::new(device, queue)
-    }
-
-    /// The same backend, which also uses cooperative matrices where they are faster. Its device must have been created
-    /// with them ([`Requirements::with_matrices`]), and `adapter`, the adapter of the device, must offer those that
-    /// kernels use: a device does not know that itself. Otherwise nothing changes. [`Capabilities::matrices`] reports
-    /// the result.
-    pub fn with_matrices(self, adapter: &wgpu::Adapter) -> Self {
-        let capabilities = self.capabilities.with_matrices(self.device(), adapter);
-        Self { capabilities, ..self }
     }
 
     /// The same backend with kernels restricted to `path`.

@@ -126,8 +126,8 @@ pub struct Capabilities {
     /// they are done. This takes Vulkan and wgpu's `MEMORY_DECORATION_COHERENT`. WGSL has no barrier beyond the
     /// workgroup, but the storage barriers that naga writes as SPIR-V order coherent memory for the whole device.
     pub coherent: bool,
-    /// Whether kernels may multiply cooperative matrices: 16 × 16 × 16 in f16 with f32 sums, by subgroups of 32. See
-    /// [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices).
+    /// Whether kernels may multiply cooperative matrices: 16 × 16 × 16 in f16 with f32 sums, by subgroups of 32. The
+    /// device must have been created with them: see [`Requirements::of`].
     pub matrices: bool,
     /// Where timestamps can be taken.
     pub timestamps: Timestamps,
@@ -144,13 +144,23 @@ impl Capabilities {
     pub fn from_device(device: &wgpu::Device) -> Result<Self> {
         let capabilities = Self::new(&device.adapter_info(), device.features(), &device.limits());
         capabilities.limits.check_floor()?;
-        Ok(capabilities)
+        let enabled = device.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+        // Only the adapter knows which matrices its devices multiply.
+        let adapter = if enabled { adapter_of(device) } else { None };
+        Ok(capabilities.with_matrices(adapter.is_some_and(|adapter| offers_matrices(&adapter))))
     }
 
     /// The capabilities of an adapter whose device is created with all of its [`Requirements`].
-    pub fn from_adapter(adapter: &wgpu::Adapter) -> Self {
-        let requirements = Requirements::of(adapter);
-        Self::new(&adapter.get_info(), requirements.features, &requirements.limits)
+    pub fn from_adapter(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures) -> Self {
+        let requirements = Requirements::of(adapter, experimental);
+        let capabilities = Self::new(&adapter.get_info(), requirements.features, &requirements.limits);
+        let matrices = requirements.features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+        capabilities.with_matrices(matrices)
+    }
+
+    /// With cooperative matrices, where kernels have what they need beside them.
+    const fn with_matrices(self, offered: bool) -> Self {
+        Self { matrices: offered && self.f16 && self.subgroups.is_some(), ..self }
     }
 
     fn new(info: &wgpu::AdapterInfo, features: wgpu::Features, limits: &wgpu::Limits) -> Self {
@@ -171,14 +181,6 @@ impl Capabilities {
             timestamps,
             limits: KernelLimits::new(limits),
         }
-    }
-
-    /// Adds cooperative matrices if `device` was created with them on `adapter`, and `adapter` offers the kind that
-    /// kernels use.
-    pub fn with_matrices(self, device: &wgpu::Device, adapter: &wgpu::Adapter) -> Self {
-        let enabled = device.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
-            && device.adapter_info() == adapter.get_info();
-        Self { matrices: enabled && self.f16 && self.subgroups.is_some() && offers_matrices(adapter), ..self }
     }
 
     /// These capabilities, restricted to what `path` allows.
@@ -247,11 +249,14 @@ impl KernelLimits {
 /// ```no_run
 /// use kvpack::wgpu::Requirements;
 /// # async fn example(adapter: wgpu::Adapter) -> Result<(), Box<dyn std::error::Error>> {
-/// let requirements = Requirements::of(&adapter);
+/// // SAFETY: see wgpu::ExperimentalFeatures. Without the token, ExperimentalFeatures::disabled().
+/// let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
+/// let requirements = Requirements::of(&adapter, experimental);
 /// let (device, queue) = adapter
 ///     .request_device(&wgpu::DeviceDescriptor {
 ///         required_features: requirements.features | wgpu::Features::PIPELINE_CACHE,
 ///         required_limits: requirements.limits,
+///         experimental_features: requirements.experimental,
 ///         ..Default::default()
 ///     })
 ///     .await?;
@@ -273,7 +278,12 @@ impl Requirements {
     /// has them; the largest buffers, bindings and workgroup memory that it allows; as many storage buffers as kernels
     /// bind; and the smallest alignment of storage offsets that it supports. Everything else keeps the WebGPU default,
     /// or the adapter's value where that is lower.
-    pub fn of(adapter: &wgpu::Adapter) -> Self {
+    ///
+    /// Cooperative matrices, by which many queries attend several times as fast, are among the features where `adapter`
+    /// offers those that kernels use and `experimental` allows them. wgpu calls them experimental: it does not promise
+    /// that safe calls are sound with them, and so its token takes `unsafe` to make.
+    pub fn of(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures) -> Self {
+        let matrices = experimental.is_enabled() && offers_matrices(adapter);
         let useful = wgpu::Features::SHADER_F16
             | wgpu::Features::SUBGROUP
             | wgpu::Features::MEMORY_DECORATION_COHERENT
@@ -293,31 +303,9 @@ impl Requirements {
             min_storage_buffer_offset_alignment: available.min_storage_buffer_offset_alignment,
             ..wgpu::Limits::defaults().or_worse_values_from(&available)
         };
-        let experimental = wgpu::ExperimentalFeatures::disabled();
-        Self { features: adapter.features() & useful, limits, experimental }
-    }
-
-    /// Adds cooperative matrices where `adapter` offers those that kernels use. wgpu calls them experimental, and the
-    /// caller passes wgpu's token, which takes `unsafe` to create: wgpu does not promise that safe calls are sound with
-    /// this feature. A backend on the device also needs [`Wgpu::with_matrices`](crate::wgpu::Wgpu::with_matrices) to
-    /// use them.
-    ///
-    /// ```no_run
-    /// use kvpack::wgpu::{Requirements, Wgpu, open_device};
-    /// # async fn example(adapter: wgpu::Adapter) -> kvpack::Result<()> {
-    /// // SAFETY: see wgpu::ExperimentalFeatures.
-    /// let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
-    /// let requirements = Requirements::of(&adapter).with_matrices(&adapter, experimental);
-    /// let (device, queue) = open_device(&adapter, requirements).await?;
-    /// let backend = Wgpu::new(device, queue)?.with_matrices(&adapter);
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn with_matrices(self, adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures) -> Self {
-        if !experimental.is_enabled() || !offers_matrices(adapter) {
-            return self;
-        }
-        Self { features: self.features | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, experimental, ..self }
+        let mut features = adapter.features() & useful;
+        features.set(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, matrices);
+        Self { features, limits, experimental }
     }
 
     /// Drops the features and storage buffers that `path` forbids, so that a device created with the result cannot

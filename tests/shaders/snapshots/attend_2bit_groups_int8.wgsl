@@ -83,7 +83,8 @@ struct WorkItem {
     stride: u32,
     // First tile of its stored scores; of a masked item, where its bits begin in the page table.
     scores: u32,
-    unused: u32,
+    // Tokens at its end that the first query does not see; each further one sees one more. Read by `attend_run`.
+    later: u32,
 }
 
 @group(0) @binding(0) var<storage, read> items: array<WorkItem>;

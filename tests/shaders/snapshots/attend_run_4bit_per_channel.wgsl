@@ -35,7 +35,7 @@ enable wgpu_cooperative_matrix;
 // In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows
 // beyond the item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
-// of weights, of which the largest is at least 2^START_WEIGHT at the time.
+// of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
 // gives: Half4, Eight, SUBGROUPS, EIGHTS, TOKEN_VECTORS, pages, load_keys, load_values, store_keys, store_values
 // binds: 2 run_queries, 8 run_constants
@@ -102,7 +102,8 @@ struct WorkItem {
     stride: u32,
     // First tile of its stored scores; of a masked item, where its bits begin in the page table.
     scores: u32,
-    unused: u32,
+    // Tokens at its end that the first query does not see; each further one sees one more. Read by `attend_run`.
+    later: u32,
 }
 
 @group(0) @binding(0) var<storage, read> items: array<WorkItem>;
@@ -440,7 +441,9 @@ var<workgroup> moved: array<vec4<u32>, 4>;
 var<private> arriving_keys: array<KeyWord, LOADS>;
 var<private> arriving_values: array<ValueWord, LOADS>;
 
-// For the lane's row: the factor of its products, the reference, and the sum of weights.
+// For the lane's row: the tokens of the item that it sees, the factor of its products, the reference, and the sum of
+// weights.
+var<private> row_tokens: u32;
 var<private> unit: f32;
 var<private> reference: f32;
 var<private> weight_sum: f32;
@@ -541,8 +544,8 @@ fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, 
     }
 }
 
-// Computes the weights of the step for the lane's row.
-fn weigh(step: u32, tokens: u32, team: u32, lane: u32) {
+// Computes the weights of the step for the lane's row. Every row sees the first `least` tokens.
+fn weigh(step: u32, least: u32, team: u32, lane: u32) {
     let row = team * OWN_ROWS + lane;
     let first_token = step / TILE_STEPS * TILE_TOKENS + step % TILE_STEPS * 4u;
     var s: array<vec4<f32>, ROW_SCORES>;
@@ -550,12 +553,12 @@ fn weigh(step: u32, tokens: u32, team: u32, lane: u32) {
     for (var i = 0u; i < ROW_SCORES; i++) {
         s[i] = scores[row * SCORE_ROW + i];
     }
-    // Only the last tile has tokens beyond the item.
-    if ((step / TILE_STEPS + 1u) * TILE_TOKENS > tokens) {
+    // Only the last tiles have tokens that a row does not see.
+    if ((step / TILE_STEPS + 1u) * TILE_TOKENS > least) {
         // unroll
         for (var i = 0u; i < ROW_SCORES; i++) {
             let token = vec4<u32>(first_token + i) + vec4<u32>(0u, 32u, 64u, 96u);
-            s[i] = select(vec4<f32>(NO_PRODUCT), s[i], token < vec4<u32>(tokens));
+            s[i] = select(vec4<f32>(NO_PRODUCT), s[i], token < vec4<u32>(row_tokens));
         }
     }
     var high = s[0];
@@ -652,7 +655,9 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
         for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
             let row = team * OWN_ROWS + i * 8u + lane / 4u;
             if (head_exists(item, y, row)) {
-                let mean = scores[row * SCORE_ROW + lane % 4u] / factors[row];
+                // A row that sees no token of the item has no weights, and a state that weighs nothing.
+                let weights = select(1f, factors[row], factors[row] > 0f);
+                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
                 let field = step * 4u + lane % 4u;
                 states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
             }
@@ -677,6 +682,10 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     let own_row = team * OWN_ROWS + lane;
     let constants = run_constants[min(first + own_row, arrayLength(&run_constants) - 1u)];
     unit = constants.x;
+    // Each query sees one token more than the one before it, up to all of the item.
+    let query = min(own_row / GROUP, item.later);
+    row_tokens = item.tokens - min(item.later - query, item.tokens);
+    let least = item.tokens - min(item.later, item.tokens);
     reference = LOWEST;
     weight_sum = 0f;
     if (invocation < 4u) {
@@ -697,7 +706,7 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     behind_products(0u, tiles, invocation);
     workgroupBarrier();
     before_weights(0u, tiles, invocation);
-    weigh(0u, item.tokens, team, lane);
+    weigh(0u, least, team, lane);
     behind_weights(0u, tiles, invocation);
     workgroupBarrier();
     for (var step = 1u; step < tiles * TILE_STEPS; step++) {
@@ -707,7 +716,7 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
         behind_products(step, tiles, invocation);
         workgroupBarrier();
         before_weights(step, tiles, invocation);
-        weigh(step, item.tokens, team, lane);
+        weigh(step, least, team, lane);
         behind_weights(step, tiles, invocation);
         workgroupBarrier();
     }
