@@ -72,14 +72,14 @@ impl<B: Backend> LayerGroup<B> {
         self.backend.attend_into(plan, &self.stores(layer), queries, output, options).await
     }
 
-    /// The positions of the tokens of a sequence, span by span.
-    pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
+    /// The positions of the tokens of a sequence in a layer, span by span.
+    pub(super) async fn positions(&self, layer: usize, sequence: usize) -> Result<Vec<SpanPositions>> {
         let mut positions = Vec::new();
         for span in &self.page_tables.sequence(sequence)?.spans {
             positions.push(match &span.positions {
                 Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
                 Positions::Gathered { base, indices } => {
-                    let indices = self.backend.download_indices(indices).await?;
+                    let indices = self.backend.download_indices(span.of_layers.get(layer).unwrap_or(indices)).await?;
                     SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
                 }
             });

@@ -55,7 +55,8 @@ impl<B: Backend> ModelCache<B> {
         let mut layers = Vec::with_capacity(self.layers());
         for layer in 0..self.layers() {
             let mut held = vec![Vec::new(); self.shape(layer)?.kv_heads()];
-            for positions in self.group(layer)?.0.positions(sequence).await? {
+            let (group, place) = self.group(layer)?;
+            for positions in group.positions(place, sequence).await? {
                 match positions {
                     SpanPositions::Run(run) => {
                         held.iter_mut().for_each(|head| head.extend(run.positions()));
@@ -275,7 +276,7 @@ impl<B: Backend + Clone> ModelCache<B> {
         }
         let chosen = self.choose(policy, spans, &held, rows, &measured).await?;
         let selection = Selection::new(chosen.iter().map(|chosen| chosen.positions.clone()).collect())?;
-        self.part_layers();
+        self.part_layers(|_| true);
         let mut needed = Vec::with_capacity(chosen.len());
         for (group, chosen) in self.groups.iter().zip(&chosen) {
             let spans = chosen.places.as_ref().map(|places| PromptSpan::gather(places, StoreId::PACKED));
