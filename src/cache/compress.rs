@@ -13,9 +13,6 @@ use crate::plan::{RowLayout, TokenIndices};
 use crate::policy::{LayerSelection, Merging, Policy, Selection, Spans};
 use crate::{Error, Result};
 
-/// The place of the only layer of its page tables.
-pub(super) const ONLY_LAYER: usize = 0;
-
 /// The tokens of a layer that stay, on the device.
 struct KeptTokens<B: Backend> {
     /// Their positions in the prompt, for every KV head.
@@ -196,7 +193,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     }
 
     /// Commits the changes of the first groups, or rolls them back.
-    fn close_all(&mut self, changes: Vec<Change<B::Indices>>, commits: bool) {
+    pub(super) fn close_all(&mut self, changes: Vec<Change<B::Indices>>, commits: bool) {
         for (group, change) in self.groups.iter_mut().zip(changes) {
             if commits { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
         }

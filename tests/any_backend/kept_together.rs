@@ -5,6 +5,7 @@ use kvpack::cache::{DenseLayer, ModelCache, SpanPositions, TokenRun};
 use kvpack::policy::{LayerSelection, Selection};
 use pollster::block_on;
 
+use crate::any_backend::compressed::growing::{append, compress_again};
 use crate::any_backend::compressed::{Held, Prompt, held, policies};
 use crate::any_backend::model_steps::{LAYERS, recipe, shape};
 
@@ -43,7 +44,7 @@ pub fn check<B: Backend + Clone>(backend: &B) {
     let together = ["h2o", "snapkv", "streaming", "random"];
     for (name, policy) in policies(0.3).into_iter().filter(|(name, _)| together.contains(name)) {
         let mut cache = prompt.cache(backend, &recipe(if name == "h2o" { "f16" } else { "saw-int4" }));
-        let kept = block_on(cache.compress(0, &prompt.observe(&cache, policy))).unwrap();
+        let kept = block_on(cache.compress(0, &prompt.observe(&cache, policy.clone()))).unwrap();
         assert_eq!(parts(&mut cache), 1, "{name}");
         block_on(cache.keep(1, dense(&prompt, backend), &kept)).unwrap();
         assert_eq!(parts(&mut cache), 1, "{name}");
@@ -66,5 +67,18 @@ pub fn check<B: Backend + Clone>(backend: &B) {
         assert!(before == all_held(&cache, 0), "{name}: something else came back to layers that parted");
         [0, 1].into_iter().for_each(|sequence| cache.clear(sequence).unwrap());
         assert_eq!(cache.memory().in_use_bytes(), 0, "{name}");
+
+        // Compressed again, layers stay together too.
+        let (mut cache, appended) = (prompt.cache(backend, &recipe("saw-int4")), Prompt::new(shape(), LAYERS, 90, 2));
+        append(&mut cache, 0, &prompt);
+        for _ in 0..2 {
+            append(&mut cache, 0, &appended);
+            let kept = compress_again(&mut cache, 0, &policy, (&appended, 90)).unwrap();
+            assert_eq!(parts(&mut cache), 1, "{name}");
+            for (held, kept) in all_held(&cache, 0).iter().zip(kept.layers()) {
+                let expected = kept.indices().into_iter().map(|at| at as usize).collect();
+                assert_eq!(held.iter().map(|span| &span.1).collect::<Vec<_>>(), [&SpanPositions::PerHead(expected)]);
+            }
+        }
     }
 }
