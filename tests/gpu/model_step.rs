@@ -112,7 +112,7 @@ fn alone() -> Alone {
 }
 
 /// How much there is of everything that a device makes.
-fn made(device: &wgpu::Device) -> [isize; 5] {
+pub fn made(device: &wgpu::Device) -> [isize; 5] {
     let hal = device.get_internal_counters().hal;
     let counters = [hal.buffers, hal.bind_groups, hal.compute_pipelines, hal.command_encoders, hal.buffer_memory];
     counters.map(|counter| counter.read())
