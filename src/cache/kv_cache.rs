@@ -120,7 +120,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::DeviceLost`].
     pub async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
-        self.group.positions(sequence).await
+        self.group.positions(LAYER, sequence).await
     }
 
     /// The exact number of bytes held.

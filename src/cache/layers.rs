@@ -87,15 +87,15 @@ impl<B: Backend> LayerGroup<B> {
         &self.numbers
     }
 
-    /// Splits the group into single layers, each with its own copy of the page tables: from now on their contents may
-    /// differ.
+    /// Splits the group into single layers, each with its own copy of the page tables: from now on they may hold
+    /// different numbers of tokens.
     pub(super) fn part(self) -> impl Iterator<Item = Self>
     where
         B: Clone,
     {
         let Self { backend, shape, split, page_tables, table, flags, layers, numbers } = self;
-        let alone = move |(stores, number)| {
-            let (backend, page_tables, table) = (backend.clone(), page_tables.clone(), table.clone());
+        let alone = move |(layer, (stores, number))| {
+            let (backend, page_tables, table) = (backend.clone(), page_tables.of_layer(layer), table.clone());
             Self {
                 backend,
                 shape,
@@ -107,7 +107,7 @@ impl<B: Backend> LayerGroup<B> {
                 numbers: vec![number],
             }
         };
-        layers.into_iter().zip(numbers).map(alone)
+        layers.into_iter().zip(numbers).enumerate().map(alone)
     }
 
     /// The stores of a layer, in the order of plans.

@@ -33,7 +33,7 @@ struct SwappedGroup<I> {
 
 /// The part for a group of layers, which may have been split since the sequence was swapped out.
 struct SwappedPart<'a, I> {
-    sequence: &'a Sequence<I>,
+    sequence: Sequence<I>,
     layers: &'a [SwappedLayer],
 }
 
@@ -66,7 +66,10 @@ impl<I> SwappedSequence<I> {
     ///
     /// # Errors
     /// [`Error::Plan`] when those are of other shapes or recipes.
-    fn parts_of<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<SwappedPart<'_, I>>> {
+    fn parts_of<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<SwappedPart<'_, I>>>
+    where
+        I: Clone,
+    {
         let parts: Option<Vec<_>> = groups.iter().map(|group| self.part_of(group)).collect();
         let layers: usize = groups.iter().map(LayerGroup::layers).sum();
         parts.filter(|_| layers == self.layers()).ok_or_else(|| {
@@ -84,18 +87,22 @@ impl<I> SwappedSequence<I> {
         I: TokenIndices + Clone,
     {
         let parts = self.parts_of(groups)?;
-        Ok(groups.iter().zip(parts).map(|(group, part)| group.page_tables.room_for_sequence(part.sequence)).collect())
+        Ok(groups.iter().zip(parts).map(|(group, part)| group.page_tables.room_for_sequence(&part.sequence)).collect())
     }
 
     /// What it held in the layers of a group; `None` if those are of another shape or recipe.
-    fn part_of<B: Backend<Indices = I>>(&self, group: &LayerGroup<B>) -> Option<SwappedPart<'_, I>> {
+    fn part_of<B: Backend<Indices = I>>(&self, group: &LayerGroup<B>) -> Option<SwappedPart<'_, I>>
+    where
+        I: Clone,
+    {
         let (numbers, shape, recipe) = (group.numbers(), group.shape, group.recipe());
         self.groups.iter().find_map(|swapped| {
             let start = swapped.numbers.iter().position(|number| numbers.first() == Some(number))?;
             let part = start..start + numbers.len();
             let alike = swapped.shape == shape && swapped.recipe == *recipe;
             let same = alike && swapped.numbers.get(part.clone()) == Some(numbers);
-            same.then(|| SwappedPart { sequence: &swapped.sequence, layers: &swapped.layers[part] })
+            let sequence = || swapped.sequence.in_layers(part.clone());
+            same.then(|| SwappedPart { sequence: sequence(), layers: &swapped.layers[part.clone()] })
         })
     }
 }
@@ -161,7 +168,7 @@ async fn swap_in<B: Backend>(
     let mut changes: Vec<Change<B::Indices>> = Vec::with_capacity(groups.len());
     let mut written = Ok(());
     for (group, swapped) in groups.iter_mut().zip(&parts) {
-        written = group.page_tables.restore(sequence, swapped.sequence).and_then(|change| {
+        written = group.page_tables.restore(sequence, &swapped.sequence).and_then(|change| {
             changes.push(change);
             group.write_sequence(sequence, swapped)
         });

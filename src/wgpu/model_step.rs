@@ -91,6 +91,8 @@ struct Bound {
     stores: Vec<BoundStoreStep>,
     plan: AttendStep,
     scratch: Scratch,
+    /// What the scratch shares with other steps on the device, but for its tables.
+    shared: Arc<Scratch>,
     /// Bytes of a slot of the scratch's tables.
     slot_bytes: u64,
     attention: Vec<Launches>,
@@ -332,8 +334,8 @@ impl ModelStep {
         // Steps run in the order of the queue, so they may share scratch.
         let needed = plan.scratch();
         let holds = |bound: &&Bound| bound.scratch.holds(needed) && bound.slot_bytes >= needed.tables;
-        let (scratch, slot_bytes) = match self.bound.iter().find(holds) {
-            Some(bound) => (bound.scratch.clone(), bound.slot_bytes),
+        let (scratch, shared, slot_bytes) = match self.bound.iter().find(holds) {
+            Some(bound) => (bound.scratch.clone(), bound.shared.clone(), bound.slot_bytes),
             None => self.new_scratch(needed)?,
         };
         let of_layer = |(layer, stores): (usize, &Vec<&Store>)| {
@@ -341,7 +343,7 @@ impl ModelStep {
         };
         let attention = step.stores.iter().enumerate().map(of_layer).collect::<Result<_>>()?;
         let (layout, numbers) = (layout.clone(), step.layers.to_vec());
-        Ok(Bound { layout, numbers, memory, stores, plan, scratch, slot_bytes, attention })
+        Ok(Bound { layout, numbers, memory, stores, plan, scratch, shared, slot_bytes, attention })
     }
 
     /// The tensors of a layer's attention.
@@ -350,8 +352,8 @@ impl ModelStep {
         AttendTensors { queries, output, lse: self.lse.get(layer) }
     }
 
-    /// Scratch of a step, with tables in every slot, and the bytes of a slot.
-    fn new_scratch(&self, needed: ScratchBytes) -> Result<(Scratch, u64)> {
+    /// Scratch of a step, with tables in every slot, what it shares, and the bytes of a slot.
+    fn new_scratch(&self, needed: ScratchBytes) -> Result<(Scratch, Arc<Scratch>, u64)> {
         let limits = self.backend.capabilities().limits;
         let slot_bytes = needed.tables.next_multiple_of(limits.binding_alignment);
         let tables = slot_bytes.saturating_mul(self.slots.len() as u64);
@@ -359,7 +361,8 @@ impl ModelStep {
             let (what, hint) = ("tables of steps in bytes".into(), "attend to fewer sequences per step");
             return Err(Error::Limit { what, needed: tables, allowed: limits.binding_bytes, hint });
         }
-        Ok((Scratch::new_now(self.backend.device(), ScratchBytes { tables, ..needed })?, slot_bytes))
+        let shared = self.backend.step_scratch(needed)?;
+        Ok((shared.with_tables_now(self.backend.device(), tables)?, shared, slot_bytes))
     }
 }
 

@@ -7,7 +7,7 @@ use kvpack::cache::{
 };
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, QueryRun, RowLayout, Split, TokenRange, Visible};
-use kvpack::policy::{Policy, Spans};
+use kvpack::policy::{LayerSelection, Policy, Selection, Spans};
 use kvpack::{Bits, SegmentFormat};
 use pollster::block_on;
 
@@ -227,6 +227,13 @@ fn models() -> Vec<Call> {
             let mut prompt = observed(&model());
             let dense = DenseLayer { rows: layout(), keys: rows(), values: rows() };
             done(prompt.observe(layer, dense, None));
+        });
+        "cache::ModelCache::keep" => sizes(|a| {
+            let kept = LayerSelection::new(3, vec![vec![0, 1], vec![0, 2]]).unwrap();
+            let kept = Selection::new(vec![kept; 2]).unwrap();
+            let dense = |tokens| DenseLayer { rows: RowLayout { tokens, ..layout() }, keys: rows(), values: rows() };
+            done(block_on(model().keep(a, vec![dense(3), dense(3)], &kept)));
+            done(block_on(model().keep(0, vec![dense(a), dense(a)], &kept)));
         });
         "cache::ModelCache::appended" => sizes(|a| done(model().appended(a)));
         "cache::ModelCache::compression_due" => pairs(|a, b| done(model().compression_due(a, b)));

@@ -12,6 +12,7 @@ mod centre;
 mod compress;
 mod conformance_finds;
 mod given_back;
+mod kept_together;
 mod kernels;
 mod mixture;
 mod model_cache;

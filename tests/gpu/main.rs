@@ -10,6 +10,7 @@ mod compress;
 mod devices;
 mod gpu_device;
 mod in_bounds;
+mod kept_together;
 mod kernels;
 mod mixture;
 mod model_step;

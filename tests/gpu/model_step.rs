@@ -19,10 +19,10 @@ use crate::round_trips::newest_submission;
 use crate::{gpu_device, steps_ahead};
 
 /// An engine with tensors of its own for every layer, and the same cache on the CPU.
-struct Engine {
-    backend: Wgpu,
-    cache: ModelCache<Wgpu>,
-    twin: ModelCache<Cpu>,
+pub struct Engine {
+    pub backend: Wgpu,
+    pub cache: ModelCache<Wgpu>,
+    pub twin: ModelCache<Cpu>,
     tensors: Vec<LayerTensors>,
     steps: ModelStep,
     random: Random,
@@ -30,7 +30,7 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(backend: Wgpu, recipe: &str) -> Self {
+    pub fn new(backend: Wgpu, recipe: &str) -> Self {
         Self::with_rows(backend, recipe, ROWS)
     }
 
@@ -55,7 +55,7 @@ impl Engine {
     }
 
     /// A step on both. True if something was bound anew for it.
-    fn step(&mut self, runs: &[TokenRun]) -> bool {
+    pub fn step(&mut self, runs: &[TokenRun]) -> bool {
         let inputs = model_steps::inputs_of(&mut self.random, self.rows);
         self.step_with(runs, &inputs)
     }
@@ -112,7 +112,7 @@ fn alone() -> Alone {
 }
 
 /// How much there is of everything that a device makes.
-fn made(device: &wgpu::Device) -> [isize; 5] {
+pub fn made(device: &wgpu::Device) -> [isize; 5] {
     let hal = device.get_internal_counters().hal;
     let counters = [hal.buffers, hal.bind_groups, hal.compute_pipelines, hal.command_encoders, hal.buffer_memory];
     counters.map(|counter| counter.read())

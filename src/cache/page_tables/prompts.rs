@@ -53,6 +53,20 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(change)
     }
 
+    /// Notes which tokens every layer gathers in the newest span of a sequence: as many, but others.
+    pub(in crate::cache) fn differ_in_layers(&mut self, sequence: usize, indices: Vec<I>) {
+        if let Some(newest) = self.sequences[sequence].spans.last_mut() {
+            newest.of_layers = indices;
+        }
+    }
+
+    /// The page tables of one of the layers that share these.
+    pub(in crate::cache) fn of_layer(&self, layer: usize) -> Self {
+        let mut alone = self.clone();
+        alone.sequences.iter_mut().for_each(|sequence| *sequence = sequence.in_layers(layer..layer + 1));
+        alone
+    }
+
     /// Stores these spans, whose positions count from the beginning of the sequence, in place of its whole contents.
     /// Its length and its centre stay. [`PageTables::spans_since`] lists the writes.
     ///
@@ -88,7 +102,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
                 Rows::Run(run) => Positions::From(base + run.start()),
                 Rows::Gather(indices) => Positions::Gathered { base, indices: indices.clone() },
             };
-            self.sequences[sequence].spans.push(Span { store, tokens, positions, lease, window: false });
+            let of_layers = Vec::new();
+            self.sequences[sequence].spans.push(Span { store, tokens, positions, of_layers, lease, window: false });
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 mod selection;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
@@ -75,6 +75,8 @@ pub struct Wgpu {
     kernels: Arc<Kernels>,
     capabilities: Capabilities,
     scratch: Arc<Mutex<Option<Scratch>>>,
+    /// What the steps that engines encode share, as long as one of them is bound.
+    step_scratch: Arc<Mutex<Weak<Scratch>>>,
 }
 
 impl Wgpu {
@@ -94,7 +96,7 @@ impl Wgpu {
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
     pub fn with_kernels(queue: wgpu::Queue, kernels: Arc<Kernels>) -> Result<Self> {
         let capabilities = Capabilities::from_device(kernels.device())?;
-        Ok(Self { queue, kernels, capabilities, scratch: Arc::default() })
+        Ok(Self { queue, kernels, capabilities, scratch: Arc::default(), step_scratch: Arc::default() })
     }
 
     /// The backend on a device of its own: that of the named adapter, or of the best one, see
@@ -151,6 +153,22 @@ impl Wgpu {
         }
         let scratch = Scratch::new(self.device(), bytes).await?;
         *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = Some(scratch.clone());
+        Ok(scratch)
+    }
+
+    /// Scratch of steps that engines encode, but for their tables. Commands run in the order of the queue, and those of
+    /// a layer's attention follow each other, so one piece serves the steps of all layers and models on the device. A
+    /// step that needs more than there is gets a larger piece, and later ones share that.
+    pub(in crate::wgpu) fn step_scratch(&self, bytes: ScratchBytes) -> Result<Arc<Scratch>> {
+        let mut kept = self.step_scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = ScratchBytes { tables: 0, ..bytes };
+        let larger = match kept.upgrade() {
+            Some(scratch) if scratch.holds(bytes) => return Ok(scratch),
+            Some(scratch) => scratch.grown_to(bytes),
+            None => bytes,
+        };
+        let scratch = Arc::new(Scratch::new_now(self.device(), larger)?);
+        *kept = Arc::downgrade(&scratch);
         Ok(scratch)
     }
 
