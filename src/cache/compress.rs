@@ -4,6 +4,7 @@ use super::change::Change;
 use super::decided::DecidedLayer;
 use super::layers::LayerGroup;
 use super::observed::{DenseLayer, ObservedLayer, ObservedPrompt};
+use super::reserve::Asked;
 use super::step::NewTokens;
 use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
 use crate::backend::{Backend, KeptAndEvicted, MergedTokens};
@@ -79,7 +80,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was
     /// observed for layers of other shapes; those of [`ObservedPrompt::select`]; [`Error::NotFinite`] for keys and
-    /// values; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit. The cache is as it was.
+    /// values; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit. The cache is as it was.
     pub async fn compress(&mut self, sequence: usize, prompt: &ObservedPrompt<B>) -> Result<Selection> {
         self.check_no_step()?;
         self.length(sequence)?;
@@ -97,11 +98,12 @@ impl<B: Backend + Clone> ModelCache<B> {
             kept.push(keep(self.backend(), layer, decided, prompt.policy().merging)?);
         }
         self.part_layers();
-        for (group, kept) in self.groups.iter_mut().zip(&kept) {
+        let mut needed = Vec::with_capacity(kept.len());
+        for (group, kept) in self.groups.iter().zip(&kept) {
             let spans: Vec<_> = kept.iter().map(KeptTokens::span).collect();
-            let needed = group.page_tables.room_for_prompt(&spans)?;
-            group.reserve(&needed).await?;
+            needed.push(group.page_tables.room_for_prompt(&spans)?);
         }
+        self.reserve_room(&needed, Asked::OnTheWay).await?;
         let mut changes = Vec::with_capacity(layers.len());
         let mut written = Ok(());
         for (group, (layer, kept)) in self.groups.iter_mut().zip(layers.into_iter().zip(&kept)) {

@@ -6,6 +6,7 @@ use super::compress::ONLY_LAYER;
 use super::decided::DecidedLayer;
 use super::layers::LayerGroup;
 use super::observed::{DenseLayer, MeasuredQueries, columns, counts};
+use super::reserve::Asked;
 use super::step::NewTokens;
 use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
 use crate::backend::{Backend, KeptAndEvicted, MeasuredAttention, QueriesAndKeys, TensorRows};
@@ -254,8 +255,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// KV heads, or tokens are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans));
     /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
     /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something
-    /// decodes to what no store holds; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit beside
-    /// what is held. The cache is as it was.
+    /// decodes to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit in
+    /// addition to what is held. The cache is as it was.
     pub async fn compress_again(
         &mut self,
         sequence: usize,
@@ -275,6 +276,12 @@ impl<B: Backend + Clone> ModelCache<B> {
         let chosen = self.choose(policy, spans, &held, rows, &measured).await?;
         let selection = Selection::new(chosen.iter().map(|chosen| chosen.positions.clone()).collect())?;
         self.part_layers();
+        let mut needed = Vec::with_capacity(chosen.len());
+        for (group, chosen) in self.groups.iter().zip(&chosen) {
+            let spans = chosen.places.as_ref().map(|places| PromptSpan::gather(places, StoreId::PACKED));
+            needed.push(group.page_tables.room_for_prompt(spans.as_slice())?);
+        }
+        self.reserve_room(&needed, Asked::OnTheWay).await?;
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for (group, chosen) in self.groups.iter_mut().zip(&chosen) {
@@ -340,8 +347,6 @@ impl<B: Backend> LayerGroup<B> {
         let positions =
             self.backend.upload_indices(&kept.indices(), shape.kv_heads(), saturated(kept.tokens())).await?;
         let spans = [PromptSpan::gather(&positions, StoreId::PACKED)];
-        let needed = self.page_tables.room_for_prompt(&spans)?;
-        self.reserve(&needed).await?;
         let change = self.page_tables.replace(sequence, &spans)?;
         let written = match &merged {
             Some(merged) => {

@@ -169,14 +169,14 @@ fn stores() -> Vec<Call> {
             done(store.write_span(&bytes, SpanPlace { pages: &[page], range_slot: Some(slot), centre: Some(slot) }));
             done(store.write_span(&bytes, SpanPlace { pages: &[page], range_slot: None, centre: None }));
         }));
-        "backend::Storage::read_span" => sizes(|slot| {
+        "backend::Storage::read_spans" => sizes(|slot| {
             let place = SpanPlace { pages: &[PAGE], range_slot: Some(slot), centre: Some(slot) };
-            done(block_on(Cpu::new().read_span(&store(SegmentFormat::F16), place)));
+            done(block_on(Cpu::new().read_spans(&[(&store(SegmentFormat::F16), place)])));
         });
         "backend::Storage::write_span" => sizes(|slot| {
             let (cpu, mut store) = (Cpu::new(), store(SegmentFormat::F16));
             let place = SpanPlace { pages: &[PAGE], range_slot: None, centre: None };
-            let bytes = block_on(cpu.read_span(&store, place)).unwrap();
+            let bytes = block_on(cpu.read_spans(&[(&store, place)])).unwrap().remove(0);
             done(cpu.write_span(&mut store, &bytes, SpanPlace { range_slot: Some(slot), ..place }));
             done(cpu.write_span(&mut store, &bytes, SpanPlace { centre: Some(slot), ..place }));
         });

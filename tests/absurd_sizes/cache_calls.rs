@@ -33,7 +33,7 @@ fn query() -> CpuTensor {
 }
 
 /// A cache of two sequences that holds 3 tokens of the first.
-fn cache() -> KvCache<Cpu> {
+pub fn cache() -> KvCache<Cpu> {
     let recipe = Recipe::pack_all(SegmentFormat::saw_int4()).with_centre();
     let mut cache = KvCache::new(Cpu::new(), shape(), 2, recipe).unwrap();
     block_on(cache.extend(0, layout(), &rows(), &rows())).unwrap();
@@ -41,7 +41,7 @@ fn cache() -> KvCache<Cpu> {
 }
 
 /// The same of two layers.
-fn model() -> ModelCache<Cpu> {
+pub fn model() -> ModelCache<Cpu> {
     let layers = vec![(shape(), Recipe::calibquant(Bits::Two).with_window(128)); 2];
     let mut cache = ModelCache::new(&Cpu::new(), &layers, 2).unwrap();
     let span = [PromptSpan::packed(TokenRange::new(0, 3).unwrap())];
@@ -250,13 +250,17 @@ fn steps() -> Vec<Call> {
             }
         });
         "cache::ModelCache::begin_append" => appends(|runs| done(model().begin_append(runs)));
+        "cache::ModelCache::begin_append_seeing" => runs(|queries| {
+            let tokens: Vec<TokenRun> = queries.iter().map(|run| TokenRun::chunk(run.sequence, run.queries)).collect();
+            done(model().begin_append_seeing(&tokens, queries));
+        });
+        "cache::ModelCache::begin_attend" => runs(|queries| done(model().begin_attend(queries)));
         "cache::ModelCache::reserve_for_append" => appends(|runs| {
             let mut cache = model();
             if block_on(cache.reserve_for_append(runs)).is_ok() {
                 done(cache.begin_append(runs));
             }
         });
-        "cache::ModelCache::write_layout" => sizes(|a| done(model().write_layout(a).is_ok()));
         "cache::ModelCache::plan" => sizes(|a| done(open().plan(a).is_ok()));
         "cache::ModelCache::stores" => sizes(|a| done(open().stores(a).is_ok()));
         "cache::ModelCache::store" => sizes(|a| layouts(|rows_of| if a < 2 || rows_of.tokens < 2 {
@@ -279,7 +283,7 @@ fn steps() -> Vec<Call> {
 }
 
 /// A model with an open step of a decoded token.
-fn open() -> ModelCache<Cpu> {
+pub fn open() -> ModelCache<Cpu> {
     let mut cache = model();
     let run = [TokenRun::decode(0)];
     block_on(cache.reserve_for_append(&run)).unwrap();

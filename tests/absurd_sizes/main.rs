@@ -6,6 +6,7 @@
 //! sources: a new one without a call fails `every_public_function_is_called`.
 
 mod attend_calls;
+mod budget_calls;
 mod cache_calls;
 mod cpu_calls;
 mod format_calls;
@@ -122,6 +123,7 @@ fn all_calls() -> Vec<Call> {
         cpu_calls::calls,
         attend_calls::calls,
         cache_calls::calls,
+        budget_calls::calls,
     ];
     rooms.into_iter().flat_map(|calls| calls()).collect()
 }

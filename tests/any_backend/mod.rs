@@ -12,4 +12,5 @@ pub mod query_runs;
 pub mod random_rows;
 pub mod rounding;
 pub mod select_cases;
+pub mod serving;
 pub mod step_writes;

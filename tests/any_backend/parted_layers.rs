@@ -27,6 +27,6 @@ pub fn cache<B: Backend + Clone>(backend: &B) -> ModelCache<B> {
 
 /// Checks that the layers share the layout of their steps, without which the test would show nothing.
 pub fn check_layout<B: Backend + Clone>(cache: &ModelCache<B>) {
-    let layout = cache.write_layout(0).unwrap();
-    assert!((1..LAYERS).all(|layer| std::sync::Arc::ptr_eq(layout, cache.write_layout(layer).unwrap())));
+    let layout = cache.step_kind(0).unwrap().layout;
+    assert!((1..LAYERS).all(|layer| std::sync::Arc::ptr_eq(layout, cache.step_kind(layer).unwrap().layout)));
 }

@@ -4,6 +4,7 @@ mod adding;
 #[path = "../any_backend/mod.rs"]
 mod any_backend;
 mod cache;
+mod cache_budget;
 mod cache_edges;
 mod cache_errors;
 mod calibration_search;
@@ -22,6 +23,8 @@ mod recipe_texts;
 mod recompress;
 mod recompress_choice;
 mod select;
+mod serving;
 mod step;
+mod step_queries;
 mod stored_error;
 mod unfused_attention;

@@ -3,7 +3,7 @@
 
 use kvpack::backend::{Packing, Storage};
 use kvpack::cache::{KvCache, MOST_SEQUENCES, Recipe};
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor, DenseSegment, States, exact_attention, plain_attention, quantize};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor, DenseSegment, States, exact_attention, nmse, plain_attention, quantize};
 use kvpack::format::interchange::saw_int4::{self, RowRounding};
 use kvpack::format::{
     AffineFormat, Codebook, CodebookFormat, Grouping, KeyOrValue, MOST_HEADS, Rotation, TensorFormat,
@@ -11,6 +11,8 @@ use kvpack::format::{
 use kvpack::plan::{ElementType, Elements, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
+
+use crate::any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()
@@ -32,6 +34,41 @@ fn shapes_have_heads_that_can_be_counted() {
         }
         assert_eq!(store.bytes(), 0);
     }
+}
+
+/// What the error about a head dimension tells a caller to do yields the attention of the head that was padded.
+#[test]
+fn a_head_that_is_padded_as_told_attends_as_it_is() {
+    let (given, padded, tokens) = (112, 128, 30);
+    let told = AttentionShape::new(1, 1, given).and_then(|shape| KvCache::new(Cpu::new(), shape, 1, Recipe::f16()));
+    let told = told.err().unwrap().to_string();
+    assert!(told.contains("multiply the queries by √(that one / 112)"), "{told}");
+
+    let mut random = Random::new(4);
+    let mut rows =
+        |rows: usize| -> Vec<f32> { (0..rows * given).map(|_| (random.normal() * 16.0).round() / 16.0).collect() };
+    let (keys, values, query) = (rows(tokens), rows(tokens), rows(1));
+    let logits = keys.chunks(given).map(|key| {
+        let product: f64 = key.iter().zip(&query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum();
+        product / (given as f64).sqrt()
+    });
+    let weights: Vec<f64> = logits.map(f64::exp).collect();
+    let mut expected = vec![0.0; given];
+    for (weight, value) in weights.iter().zip(values.chunks(given)) {
+        let share = weight / weights.iter().sum::<f64>();
+        expected.iter_mut().zip(value).for_each(|(sum, &value)| *sum += share * f64::from(value));
+    }
+
+    let pad = |rows: &[f32], factor: f32| {
+        let row = |row: &[f32]| [row.iter().map(|x| x * factor).collect(), vec![0.0; padded - given]].concat();
+        CpuTensor::F32(rows.chunks(given).flat_map(row).collect())
+    };
+    let shape = AttentionShape::new(1, 1, padded).unwrap();
+    let mut cache = KvCache::new(Cpu::new(), shape, 1, Recipe::f16()).unwrap();
+    block_on(cache.extend(0, RowLayout::token_major(tokens, &shape), &pad(&keys, 1.0), &pad(&values, 1.0))).unwrap();
+    let query = pad(&query, (padded as f32 / given as f32).sqrt());
+    let output = block_on(cache.attend(&query, ElementType::F32)).unwrap().to_f32();
+    assert!(nmse(&output[..given], &expected) < 1e-6);
 }
 
 #[test]

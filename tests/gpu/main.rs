@@ -15,6 +15,10 @@ mod mixture;
 mod model_step;
 mod non_finite_queries;
 mod query_runs;
+mod round_trips;
 mod select;
+mod serving;
+mod step_states;
+mod steps_ahead;
 #[cfg(target_os = "linux")]
 mod validation;

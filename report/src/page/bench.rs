@@ -2,7 +2,7 @@
 
 use super::html::Html;
 use super::plot::{Plot, Point, Reference, Scale, Series, mark_front};
-use super::{Subject, by_family, named, run_in_words, with_backend};
+use super::{Subject, by_family, recipe_and_format, run_in_words, with_backend};
 use crate::family::{Family, Named};
 use crate::tables::plain_width;
 use crate::{BenchReport, BenchRow, Figures, PeerRow, PeersReport, RowOutcome, ShapeReport};
@@ -160,7 +160,7 @@ fn point(shape: &ShapeReport, row: &BenchRow) -> Option<(Named, Point)> {
     });
     let tip = format!(
         "{}\n{:.1} µs{spread}{percent}\n{:.2} bits per element, {:.2} MB",
-        named(row.name(), &row.format),
+        recipe_and_format(row.name(), &row.format),
         figures.step_us,
         bits(shape, row),
         row.bytes as f64 / 1e6
@@ -217,11 +217,11 @@ fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], pee
         let cells = shapes.iter().flat_map(|shape| cells(shape, format));
         let mut rows = shapes.iter().flatten().flat_map(|shape| &shape.rows);
         let name = rows.find(|row| row.format == format).map_or(format, BenchRow::name);
-        std::iter::once(named(name, format)).chain(cells).collect::<Vec<_>>()
+        std::iter::once(recipe_and_format(name, format)).chain(cells).collect::<Vec<_>>()
     };
     let mut rows: Vec<(bool, Vec<String>)> = formats.iter().map(|format| (false, row(format))).collect();
     for peer in peers.iter().flat_map(|peers| &peers.report.rows).filter(|row| row.shape == name) {
-        rows.push((false, vec![named(&peer.peer, &peer.format), format!("{:.1}", peer.step_us)]));
+        rows.push((false, vec![recipe_and_format(&peer.peer, &peer.format), format!("{:.1}", peer.step_us)]));
     }
     html.table(&header, rows);
 }

@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 use super::html::Html;
 use super::plot::{Plot, Point, Reference, Scale, mark_front};
-use super::{SIZES, Subject, by_family, megabytes, named, percent, run_in_words};
+use super::{SIZES, Subject, by_family, megabytes, percent, recipe_and_format, run_in_words};
 use crate::family::{Family, Named};
 use crate::{EvalReport, SummaryRow};
 
@@ -128,7 +128,7 @@ fn points(report: &EvalReport, error: impl Fn(&SummaryRow) -> Option<f64>) -> Ve
         let y = error(row).filter(|error| *error > 0.0)?;
         let tip = format!(
             "{}\noutputs: {} (worst layer {})\n{:.2} bits per element of the packed tokens\nwhole cache: {}, {:.2} bits",
-            named(row.name(), &row.format),
+            recipe_and_format(row.name(), &row.format),
             percent(row.mean_error),
             percent(row.worst_error),
             row.packed_bits,
@@ -157,7 +157,7 @@ fn table(html: &mut Html, report: &EvalReport) {
     ];
     let rows = report.summary.iter().map(|row| {
         let cells = vec![
-            named(row.name(), &row.format),
+            recipe_and_format(row.name(), &row.format),
             percent(row.mean_error),
             percent(row.worst_error),
             row.mean_calibrated_error.map_or("–".into(), percent),
@@ -189,7 +189,7 @@ fn side_by_side(html: &mut Html, subjects: &[Subject<'_, EvalReport>]) {
         };
         let mut rows = subjects.iter().flat_map(|subject| &subject.report.summary);
         let name = rows.find(|row| row.format == format).map_or(format, SummaryRow::name);
-        std::iter::once(named(name, format)).chain(subjects.iter().map(of)).collect()
+        std::iter::once(recipe_and_format(name, format)).chain(subjects.iter().map(of)).collect()
     };
     html.table(&header, formats.iter().map(|format| (false, row(format))));
 }

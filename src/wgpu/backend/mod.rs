@@ -20,7 +20,7 @@ use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard::Request;
 use crate::wgpu::device::{
     Capabilities, Checks, Indices, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers,
-    guard, store,
+    guard, span_bytes, store,
 };
 use crate::wgpu::pack::{
     DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, StoreStep, WriteMemory,
@@ -33,6 +33,9 @@ const SCRATCH_BYTES: u64 = 16 << 20;
 
 /// A device with its queue, its compiled kernels and its capabilities. Cheap to clone.
 ///
+/// Natively the futures of calls that wait for the device are ready when they are first polled: they block their thread
+/// in `wgpu::Device::poll` until the device is done. Run them where a thread may block.
+///
 /// A browser runs calls in another process, which reports their errors later. Calls that wait (`upload`, `attend`,
 /// `download`, ...) await these errors. An error of a call that does not wait (`quantize`, `append`, ...) is kept, and
 /// the next call that waits returns it. Do not rely on what such a call stored.
@@ -44,6 +47,23 @@ const SCRATCH_BYTES: u64 = 16 << 20;
 /// let backend = Wgpu::new(device, queue)?;
 /// // ... or one of kvpack's own choice.
 /// let backend = Wgpu::open(None).await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Where the device has [`wgpu::Features::PIPELINE_CACHE`], kernels that were compiled once need not be again:
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use kvpack::wgpu::{Checks, Kernels, Wgpu};
+/// # fn example(device: wgpu::Device, queue: wgpu::Queue, earlier: &[u8]) -> kvpack::Result<()> {
+/// let descriptor = wgpu::PipelineCacheDescriptor { label: None, data: Some(earlier), fallback: true };
+/// // SAFETY: `earlier` is what `get_data` returned on such a device, or empty.
+/// let pipelines = unsafe { device.create_pipeline_cache(&descriptor) };
+/// let kernels = Kernels::new(&device, Checks::default()).with_pipeline_cache(pipelines.clone());
+/// let backend = Wgpu::with_kernels(queue, Arc::new(kernels))?;
+/// // Once `ModelStep::prepare` has compiled all kernels:
+/// let data = pipelines.get_data(); // keep it for the next process
 /// # Ok(())
 /// # }
 /// ```
@@ -233,6 +253,14 @@ impl Storage for Wgpu {
         store.add_shard(self.device(), pages).await
     }
 
+    fn drop_shard(&self, store: &mut Store) {
+        store.drop_shard();
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        None // wgpu tells of no device how much memory it has
+    }
+
     async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
         store.reserve_ranges(self.device(), &self.queue, slots).await
     }
@@ -241,8 +269,8 @@ impl Storage for Wgpu {
         store.reserve_centres(self.device(), &self.queue, slots).await
     }
 
-    async fn read_span(&self, store: &Store, place: SpanPlace<'_>) -> Result<SpanBytes> {
-        store.read_span(self.device(), &self.queue, place).await
+    async fn read_spans(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        span_bytes::read_all(self.device(), &self.queue, places).await
     }
 
     fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

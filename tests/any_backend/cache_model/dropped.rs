@@ -51,9 +51,9 @@ impl<B: Backend> Forward for Waiting<B> {
         self.0.reserve_centres(store, slots).await
     }
 
-    async fn read_span(&self, store: &<B as Storage>::Store, place: SpanPlace<'_>) -> Result<SpanBytes> {
+    async fn read_spans(&self, places: &[(&<B as Storage>::Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
         wait().await;
-        self.0.read_span(store, place).await
+        self.0.read_spans(places).await
     }
 
     async fn first_non_finite(
