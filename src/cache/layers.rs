@@ -32,8 +32,26 @@ pub(super) struct LayerGroup<B: Backend> {
 /// A store of one layer on the device.
 struct LayerStore<B: Backend> {
     store: B::Store,
+    /// Shards. It may have more than the page tables know of, where a future was dropped that added them.
+    shards: usize,
     /// Range slots. It may have more than the page tables know of, if they could not be added to every layer.
     slots: usize,
+}
+
+impl<B: Backend> LayerStore<B> {
+    async fn add_shard(&mut self, backend: &B, pages: u32) -> Result<()> {
+        backend.add_shard(&mut self.store, pages).await?;
+        self.shards += 1;
+        Ok(())
+    }
+
+    /// Drops the newest shards until there are no more than `most`.
+    fn drop_shards(&mut self, backend: &B, most: usize) {
+        while self.shards > most {
+            backend.drop_shard(&mut self.store);
+            self.shards -= 1;
+        }
+    }
 }
 
 /// The layers of a group, and the flags of all layers of their model.
@@ -65,7 +83,7 @@ impl<B: Backend> LayerGroup<B> {
         recipe.attention().check(&shape)?;
         let layer_store = |format: SegmentFormat| {
             let store = backend.create_store(shape, format)?;
-            Ok(LayerStore { store, slots: 0 })
+            Ok(LayerStore { store, shards: 0, slots: 0 })
         };
         let of_layer = || recipe.stores().iter().map(|store| layer_store(store.format)).collect();
         let layers = numbers.iter().map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
@@ -127,28 +145,34 @@ impl<B: Backend> LayerGroup<B> {
     // --- room --------------------------------------------------------------------------------------------------
 
     /// Adds a shard to a store in every layer, or in none.
+    ///
+    /// The page tables know of it last, so that they never name a shard that a layer lacks, also where the future is
+    /// dropped before its end. What it left in some layers then is dropped here.
     pub(super) async fn add_shard(&mut self, store: StoreId, pages: u32) -> Result<()> {
         self.table.note_changed_stores();
+        let known = self.page_tables.room(store).shards();
+        // Whether they take it, before a device is asked.
         self.page_tables.room_mut(store).add_shard(pages)?;
-        for layer in 0..self.layers.len() {
-            let added = self.backend.add_shard(&mut self.layers[layer][store.index()].store, pages).await;
-            if added.is_err() {
-                let Self { backend, layers, page_tables, .. } = self;
-                layers[..layer].iter_mut().for_each(|of| backend.drop_shard(&mut of[store.index()].store));
-                page_tables.room_mut(store).drop_shard();
-                return added;
+        self.page_tables.room_mut(store).drop_shard();
+        let Self { backend, layers, .. } = self;
+        layers.iter_mut().for_each(|of| of[store.index()].drop_shards(backend, known));
+        for layer in 0..layers.len() {
+            if let Err(error) = layers[layer][store.index()].add_shard(backend, pages).await {
+                layers[..layer].iter_mut().for_each(|of| of[store.index()].drop_shards(backend, known));
+                return Err(error);
             }
         }
-        Ok(())
+        self.page_tables.room_mut(store).add_shard(pages)
     }
 
     /// Drops the newest shard of a store in every layer, if nothing lies in it. Says whether it did.
     pub(super) fn drop_shard(&mut self, store: StoreId) -> bool {
         let dropped = self.page_tables.room_mut(store).drop_shard();
         if dropped {
-            let Self { backend, layers, table, .. } = self;
+            let Self { backend, layers, table, page_tables, .. } = self;
             table.note_changed_stores();
-            layers.iter_mut().for_each(|of| backend.drop_shard(&mut of[store.index()].store));
+            let known = page_tables.room(store).shards();
+            layers.iter_mut().for_each(|of| of[store.index()].drop_shards(backend, known));
         }
         dropped
     }

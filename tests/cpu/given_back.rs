@@ -11,6 +11,7 @@ use kvpack::plan::{Page, RowLayout, StoreCapacity, TokenRange, WriteLayout};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
+use crate::any_backend::cache_model::dropped::{Waiting, polled};
 use crate::any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
@@ -182,6 +183,35 @@ fn centred_keys_may_be_half_as_large() {
     let largest = |store, which| layout.largest_element(store, which);
     assert_eq!([0, 1].map(|store| largest(store, KeyOrValue::Key)), [65504.0, 32752.0]);
     assert_eq!([0, 1].map(|store| largest(store, KeyOrValue::Value)), [65504.0, 65504.0]);
+}
+
+/// A reservation that is dropped wherever it waits: the stores of all layers and the page tables agree afterwards, and
+/// nothing is held twice.
+#[test]
+fn dropped_reservations_leave_the_layers_alike() {
+    let recipe = Recipe::calibquant(Bits::Two);
+    let (layout, tensor) = rows(300, 8);
+    let spans = [PromptSpan::packed(range(0, 200)), PromptSpan::f16(range(200, 300))];
+    let mut allocated = None;
+    for polls in 0.. {
+        let cpu = Cpu::new().with_max_shard_bytes(3 * 128 * 2 * 128);
+        let layers = vec![(shape(), recipe.clone()); 2];
+        let mut cache = ModelCache::new(&Forwarding(Waiting(cpu)), &layers, 1).unwrap();
+        let ended = polled(cache.reserve_for_prefill(&spans), polls).is_some();
+        block_on(cache.reserve_for_prefill(&spans)).unwrap();
+        cache.begin_prefill(0, 300, &spans).unwrap();
+        for layer in 0..2 {
+            block_on(cache.store_prompt(layer, layout, &tensor, &tensor, &spans)).unwrap();
+        }
+        cache.commit().unwrap();
+        let bytes = cache.memory().allocated_bytes();
+        assert_eq!(bytes, *allocated.get_or_insert(bytes), "dropped after {polls} polls");
+        if ended {
+            // Shards of two stores and the range slots of one, in two layers.
+            assert!(polls > 5, "it waited {polls} times");
+            return;
+        }
+    }
 }
 
 /// Gathered spans end with the chunks, so that a sequence can be cut behind them and what remains of the context.

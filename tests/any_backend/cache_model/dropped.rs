@@ -13,7 +13,18 @@ use pollster::block_on;
 
 use crate::any_backend::random_rows::Random;
 
+/// Polls a future as often as it is told, and drops it if it has not ended by then.
+pub fn polled<T>(future: impl Future<Output = T>, polls: usize) -> Option<T> {
+    let mut future = pin!(future);
+    let mut context = Context::from_waker(Waker::noop());
+    (0..polls).find_map(|_| match future.as_mut().poll(&mut context) {
+        Poll::Ready(outcome) => Some(outcome),
+        Poll::Pending => None,
+    })
+}
+
 /// A backend that lets its caller wait once before everything that the cache waits for, as in a browser.
+#[derive(Clone)]
 pub struct Waiting<B>(pub B);
 
 /// Is woken at once.
@@ -78,12 +89,8 @@ pub fn insist<B: Backend, T>(
 ) -> T {
     if random.below(2) == 0 {
         let polls = random.below(6);
-        let mut begun = pin!(call(cache));
-        let mut context = Context::from_waker(Waker::noop());
-        for _ in 0..polls {
-            if let Poll::Ready(outcome) = begun.as_mut().poll(&mut context) {
-                return outcome;
-            }
+        if let Some(outcome) = polled(call(cache), polls) {
+            return outcome;
         }
     }
     block_on(call(cache))

@@ -3,7 +3,7 @@
 mod compare;
 pub mod decode_loop;
 mod decoded;
-mod dropped;
+pub mod dropped;
 mod lost;
 mod model;
 pub mod recipes;
