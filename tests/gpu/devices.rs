@@ -9,7 +9,8 @@ use crate::gpu_device;
 /// Opens a device, computes on it, and drops it.
 fn open_and_drop(number: usize) {
     gpu_device::adapter().unwrap();
-    let backend = block_on(Wgpu::open(None, wgpu::ExperimentalFeatures::disabled())).unwrap_or_else(|error| panic!("device {number}: {error}"));
+    let backend = block_on(Wgpu::open(None, wgpu::ExperimentalFeatures::disabled()))
+        .unwrap_or_else(|error| panic!("device {number}: {error}"));
     let tensor = block_on(backend.upload((&[0.5f32; 64][..]).into())).unwrap();
     assert_eq!(block_on(backend.download(&tensor)).unwrap(), [0.5; 64]);
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::adapters::adapter_of;
 use crate::{Error, Result};
 
 /// Storage buffers that a kernel may bind.
