@@ -42,7 +42,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
         LayerTensors { keys: zeroed(kv)?, values: zeroed(kv)?, queries: zeroed(query)?, output: zeroed(query)? };
     let rows = RowLayout::token_major(SEQUENCES, &shape);
     let mut steps = ModelStep::new(&backend, rows, vec![tensors.clone(); LAYERS])?;
-    steps.prepare(cache.write_layout(0)?, recipe.stores())?;
+    steps.prepare(cache.step_kind(0)?)?;
     let (mut graph, mut captured) = (None, 0);
 
     // Every step.
@@ -53,7 +53,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
             tensor.write(stream, rows.as_slice().into())?;
         }
         cache.begin_append(&runs)?;
-        let step = steps.write(&cache.encode()?[0])?;
+        let step = steps.write(&cache.open_steps()?[0])?;
         if step.bound_anew() || graph.is_none() {
             stream.begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
             for layer in 0..LAYERS {
@@ -67,6 +67,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
         }
         if let Some((graph, _)) = &graph {
             graph.launch()?;
+            step.replayed();
         }
         if token + 1 == DECODED {
             // The step is open still: the calls of the cache see what the graph has stored.

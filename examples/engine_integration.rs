@@ -8,7 +8,7 @@
 
 use std::error::Error;
 
-use kvpack::backend::{AttendOptions, Device};
+use kvpack::backend::Device;
 use kvpack::cache::{ModelCache, PromptSpan, Recipe, StoreRoom, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor, nmse};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
@@ -57,13 +57,13 @@ async fn run() -> Result<(), Box<dyn Error>> {
     };
     let tensors = (0..LAYERS).map(of_layer).collect::<kvpack::Result<Vec<_>>>()?;
     let rows = RowLayout::token_major(1, &shape);
-    let mut steps = ModelStep::new(&backend, rows, tensors.clone(), AttendOptions::default())?;
-    steps.prepare(cache.write_layout(0)?, recipe.stores()).await?;
+    let mut steps = ModelStep::new(&backend, rows, tensors.clone())?;
+    steps.prepare(cache.step_kind(0)?).await?;
 
     // Every step.
     for token in 0..DECODED {
         cache.begin_append(&[TokenRun::decode(0)])?;
-        let step = steps.write(&cache.encode()?[0])?;
+        let step = steps.write(&cache.open_steps()?[0])?;
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         for (layer, tensors) in tensors.iter().enumerate() {

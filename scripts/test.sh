@@ -307,8 +307,12 @@ safe_checks() {
 }
 # The stage of all conformance cases on the first driver includes those of that path.
 floor() { KVPACK_PATH=floor stage gpu-floor on "$first" program gpu "${kernels[@]}"; }
-# The example compares itself with the CPU. Building the tests builds it too.
-example() { stage example on "$first" "${CARGO_TARGET_DIR:-target}/debug/examples/engine_integration"; }
+# The examples compare their outputs with the CPU and with f64. Building the tests builds them too.
+example() {
+    local folder="${CARGO_TARGET_DIR:-target}/debug/examples"
+    stage example on "$first" "$folder/engine_integration"
+    stage example-serving on "$first" "$folder/serving"
+}
 
 # A burn program in a workspace of its own. Compiling takes most of its time.
 host_burn() {

@@ -24,7 +24,10 @@ pub enum Error {
     },
 
     /// No kernel supports this head dimension.
-    #[error("head_dim {given} has no kernel; supported are {HEAD_DIMS:?}. Pad the head to the next one with zeros")]
+    #[error(
+        "head_dim {given} has no kernel; supported are {HEAD_DIMS:?}. Pad the keys, values and queries of a head to the \
+         next one with zeros, and multiply the queries by √(that one / {given}), since scores are divided by its root"
+    )]
     HeadDim {
         /// The head dimension given.
         given: usize,
@@ -193,6 +196,22 @@ pub enum Error {
         allowed: u64,
         /// What to do.
         hint: &'static str,
+    },
+
+    /// A cache has too little room for a call. Nothing has changed.
+    #[error(
+        "{needed} {what} are needed for the store of {store} and {free} are free: reserve more, allow a larger budget, or \
+         truncate, clear or swap out sequences"
+    )]
+    NoRoom {
+        /// What is short: pages, range slots, centres, or bytes of the budget.
+        what: &'static str,
+        /// Format of the store; the first one that lacks something where bytes are short.
+        store: String,
+        /// How many the call needs.
+        needed: u64,
+        /// How many are free.
+        free: u64,
     },
 
     /// No adapter was found, or not the requested one.

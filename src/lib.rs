@@ -40,7 +40,7 @@
 //!
 //! With `kvpack::wgpu::Wgpu` instead of [`Cpu`](cpu::Cpu) and tensors on the device, the same calls run on a GPU. An
 //! engine holds all layers in a [`ModelCache`](cache::ModelCache) and encodes its steps itself, with `wgpu::ModelStep`
-//! or `cuda::ModelStep`: see the examples `engine_integration` and `engine_graph`.
+//! or `cuda::ModelStep`: see the examples `serving`, `engine_integration` and `engine_graph`.
 //!
 //! # Layers
 //!

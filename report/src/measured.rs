@@ -30,6 +30,8 @@ pub enum Measured {
     Chunks(SuiteReport),
     /// `kvpack bench --suite evict`.
     Evict(SuiteReport),
+    /// `kvpack bench --suite prefill`.
+    Prefill(SuiteReport),
     /// `kvpack bench --suite step`.
     Step(SuiteReport),
 }

@@ -1,4 +1,5 @@
-//! What the suites of `kvpack bench` measured that have rows of their own: append, causal, chunks, evict and step.
+//! What the suites of `kvpack bench` measured that have rows of their own: append, causal, chunks, evict, prefill
+//! and step.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -89,7 +90,7 @@ mod tests {
 
     #[test]
     fn rows_of_every_suite_are_a_table() {
-        for suite in ["append", "causal", "chunks", "evict", "step"] {
+        for suite in ["append", "causal", "chunks", "evict", "prefill", "step"] {
             let text = format!(
                 r#"{{"kind": "{suite}", "backend": "Card", "run": null, "kv_heads": 8, "rows": [
                 {{"append_us": 1.25, "format": "f16", "pack_us": null}}, {{"append_us": 1250.5, "format": "4-bit"}}]}}"#
@@ -99,6 +100,7 @@ mod tests {
             | Measured::Causal(report)
             | Measured::Chunks(report)
             | Measured::Evict(report)
+            | Measured::Prefill(report)
             | Measured::Step(report)) = measured
             else {
                 panic!("{measured:?}")

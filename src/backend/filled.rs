@@ -211,6 +211,7 @@ impl<B: Backend> FilledStores<B> {
     /// As [`Packing::quantize`](super::Packing::quantize).
     pub fn quantize(&mut self, backend: &B, span: &FilledSpan, source: SpanSource<'_, B>) -> Result<()> {
         let SpanSource { rows, tokens, keys, values } = source;
+        self.check_placed(span)?;
         let centre = self.centre_of(span);
         let write = SpanWrite { rows, tokens, pages: &span.pages, range_slot: span.range_slot, centre };
         backend.quantize(&mut self.stores[span.span.store], keys, values, write)
@@ -228,6 +229,8 @@ impl<B: Backend> FilledStores<B> {
         [keys, values]: [&B::Tensor; 2],
         first: usize,
     ) -> Result<()> {
+        self.check_placed(span)?;
+        TokenCount::new(first.saturating_add(span.span.tokens))?;
         let centre = self.centre_of(span);
         let write = |i: usize| TokenWrite {
             token: first + i,
@@ -244,6 +247,7 @@ impl<B: Backend> FilledStores<B> {
     /// # Errors
     /// As [`Packing::dequantize`](super::Packing::dequantize) and [`Device::download`](super::Device::download).
     pub async fn read(&self, backend: &B, span: &FilledSpan) -> Result<(Vec<f32>, Vec<f32>)> {
+        self.check_placed(span)?;
         let read = SpanRead {
             pages: &span.pages,
             tokens: span.span.tokens,
@@ -268,7 +272,10 @@ impl<B: Backend> FilledStores<B> {
         let view =
             |(room, calibration): (&FilledRoom, _)| StoreView { format: room.format, calibration, spans: Vec::new() };
         let mut views: Vec<StoreView<'_>> = self.room.iter().zip(calibrations).map(view).collect();
-        spans.for_each(|span| views[span.span.store].spans.push(span.view()));
+        for span in spans {
+            self.check_placed(span)?;
+            views[span.span.store].spans.push(span.view());
+        }
         AttendPlan::new(self.shape, runs, &views)
     }
 
@@ -306,6 +313,23 @@ impl<B: Backend> FilledStores<B> {
     /// Bytes that the stores hold on the device.
     pub fn bytes(&self, backend: &B) -> u64 {
         self.stores.iter().map(|store| backend.store_bytes(store)).sum()
+    }
+
+    /// Checks that a span names a store that there is, and has the pages of its tokens.
+    fn check_placed(&self, FilledSpan { span, pages, .. }: &FilledSpan) -> Result<()> {
+        let reject = |reason: String| Err(Error::Plan { what: "span", reason });
+        if span.store >= self.stores.len() {
+            return reject(format!("a span of store {} of {}", span.store, self.stores.len()));
+        }
+        if pages.len() != span.pages() {
+            return reject(format!(
+                "{} tokens need {} pages, and {} are given",
+                span.tokens,
+                span.pages(),
+                pages.len()
+            ));
+        }
+        Ok(())
     }
 
     fn take_back(&mut self, span: &FilledSpan) {

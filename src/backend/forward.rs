@@ -91,6 +91,14 @@ pub trait Forward {
         self.inner().add_shard(store, pages)
     }
 
+    fn drop_shard(&self, store: &mut Store<Self>) {
+        self.inner().drop_shard(store);
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        self.inner().available_bytes()
+    }
+
     fn reserve_ranges(&self, store: &mut Store<Self>, slots: usize) -> impl Future<Output = Result<()>> {
         self.inner().reserve_ranges(store, slots)
     }
@@ -99,8 +107,8 @@ pub trait Forward {
         self.inner().reserve_centres(store, slots)
     }
 
-    fn read_span(&self, store: &Store<Self>, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>> {
-        self.inner().read_span(store, place)
+    fn read_spans(&self, places: &[(&Store<Self>, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>> {
+        self.inner().read_spans(places)
     }
 
     fn write_span(&self, store: &mut Store<Self>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

@@ -61,6 +61,14 @@ impl<F: Forward> Storage for Forwarding<F> {
         self.0.add_shard(store, pages)
     }
 
+    fn drop_shard(&self, store: &mut Store<F>) {
+        self.0.drop_shard(store);
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        self.0.available_bytes()
+    }
+
     fn reserve_ranges(&self, store: &mut Store<F>, slots: usize) -> impl Future<Output = Result<()>> {
         self.0.reserve_ranges(store, slots)
     }
@@ -69,8 +77,8 @@ impl<F: Forward> Storage for Forwarding<F> {
         self.0.reserve_centres(store, slots)
     }
 
-    fn read_span(&self, store: &Store<F>, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>> {
-        self.0.read_span(store, place)
+    fn read_spans(&self, places: &[(&Store<F>, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>> {
+        self.0.read_spans(places)
     }
 
     fn write_span(&self, store: &mut Store<F>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

@@ -28,12 +28,12 @@ pub use attention::{
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use bound_classes::BoundClasses;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) use bound_layers::of_layer;
+pub(crate) use bound_layers::{check_log_sum_exps, of_layer};
 pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::Forward;
 pub use forwarding::Forwarding;
-pub use open_step::{LayerTensors, OpenStep};
+pub use open_step::{LayerTensors, OpenStep, StepKind, StoredLayers};
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, WriteInput};
 pub use selection::{
     KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, TensorRows, TokenSelection,

@@ -1,11 +1,15 @@
 //! A step that an engine encodes itself.
 
-use crate::plan::{AttendPlan, WriteTable};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::QueryPrecision;
+use crate::plan::{AttendPlan, StoreFormat, WriteLayout, WriteTable};
 
 /// An open step of layers that share their page tables: what it stores, and what its queries attend to. Only the stores
 /// differ between the layers.
 ///
-/// A cache hands it out ([`ModelCache::encode`](crate::cache::ModelCache::encode)); `wgpu::ModelStep` and
+/// A cache hands it out ([`ModelCache::open_steps`](crate::cache::ModelCache::open_steps)); `wgpu::ModelStep` and
 /// `cuda::ModelStep` take it. `S` and `F` are the stores and the flags of the backend.
 #[derive(Debug)]
 pub struct OpenStep<'a, S, F> {
@@ -15,10 +19,55 @@ pub struct OpenStep<'a, S, F> {
     pub table: &'a WriteTable,
     /// The tokens that its queries attend to.
     pub plan: &'a AttendPlan,
+    /// Query precision that the recipe of the layers asks for.
+    pub query: QueryPrecision,
     /// The stores of every layer, in the order of table and plan.
     pub stores: Vec<Vec<&'a S>>,
     /// The flags of all layers of the model, by layer index.
     pub flags: &'a F,
+    /// Which layers of the model have stored their tokens. The step can be committed when all have.
+    pub stored: &'a StoredLayers,
+}
+
+/// Which layers of a model have stored the tokens of the open step, by their numbers.
+#[derive(Debug)]
+pub struct StoredLayers(Vec<AtomicBool>);
+
+impl StoredLayers {
+    /// None of so many layers.
+    pub(crate) fn none_of(layers: usize) -> Self {
+        Self((0..layers).map(|_| AtomicBool::new(false)).collect())
+    }
+
+    /// Notes that the commands which store a layer's tokens are encoded or launched. `ModelStep` does so by itself; an
+    /// engine that encodes a step without it calls this. Does nothing if there is no such layer.
+    pub fn mark(&self, layer: usize) {
+        if let Some(stored) = self.0.get(layer) {
+            stored.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a layer has stored its tokens.
+    pub fn has(&self, layer: usize) -> bool {
+        self.0.get(layer).is_some_and(|stored| stored.load(Ordering::Relaxed))
+    }
+
+    /// The first layer that has not.
+    pub fn first_missing(&self) -> Option<usize> {
+        (0..self.0.len()).find(|&layer| !self.has(layer))
+    }
+}
+
+/// What all steps of a layer have in common, and those of every layer that shares its page table: for compiling
+/// kernels before a model is served.
+#[derive(Clone, Copy, Debug)]
+pub struct StepKind<'a> {
+    /// How their tables are laid out. It changes when a store grows.
+    pub layout: &'a Arc<WriteLayout>,
+    /// The stores of the recipe.
+    pub stores: &'a [StoreFormat],
+    /// Precision of the queries that the recipe asks for.
+    pub query: QueryPrecision,
 }
 
 /// The tensors of one layer's step, large enough for the largest step. A step of fewer tokens uses the first rows.

@@ -66,6 +66,12 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is unchanged.
     fn add_shard(&self, store: &mut Self::Store, pages: u32) -> impl Future<Output = Result<()>>;
 
+    /// Drops the newest shard; its pages hold nothing any more. Does nothing to a store without shards.
+    fn drop_shard(&self, store: &mut Self::Store);
+
+    /// Bytes that the device could still give to stores, as far as that can be known before it is asked for them.
+    fn available_bytes(&self) -> Option<u64>;
+
     /// Grows the span ranges to at least `slots` slots. Existing slots keep their contents.
     ///
     /// # Errors
@@ -80,12 +86,13 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory) or [`Limit`](crate::Error::Limit). The store is unchanged.
     fn reserve_centres(&self, store: &mut Self::Store, slots: usize) -> impl Future<Output = Result<()>>;
 
-    /// Reads the contents of a place. Waits for the work that may write it.
+    /// Reads the contents of places, in their order, together where the device can. Waits for the work that may write
+    /// them.
     ///
     /// # Errors
     /// When a page or a slot does not exist; [`OutOfMemory`](crate::Error::OutOfMemory),
     /// [`DeviceLost`](crate::Error::DeviceLost).
-    fn read_span(&self, store: &Self::Store, place: SpanPlace<'_>) -> impl Future<Output = Result<SpanBytes>>;
+    fn read_spans(&self, places: &[(&Self::Store, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>>;
 
     /// Writes the contents of another place to this one, bit for bit, in the order of the queued work.
     ///

@@ -4,8 +4,8 @@ use super::{PromptSpan, StoreId};
 use crate::Error;
 use crate::Result;
 use crate::backend::Device;
-use crate::counts::saturated;
-use crate::plan::TokenRange;
+use crate::counts::{collected, saturated};
+use crate::plan::{IndexShape, TokenRange};
 use crate::policy::ChunkSearch;
 
 /// The store of each chunk of a context (Cocktail, arXiv 2503.23294). Tokens before the context, after its last whole
@@ -81,8 +81,9 @@ impl ChunkStores {
     /// come first, as Cocktail puts the coarsest first. Uploads the token numbers that they gather.
     ///
     /// # Errors
-    /// [`Error::PromptSpans`] when the context ends beyond the prompt; [`Error::OutOfMemory`] or [`Error::Limit`]
-    /// from the device.
+    /// [`Error::PromptSpans`] when the context ends beyond the prompt; [`Error::NoTokens`] for 0 KV heads;
+    /// [`Error::Limit`] for more KV heads than a layer may have; [`Error::OutOfMemory`] or [`Error::Limit`] from the
+    /// device.
     pub async fn upload<D: Device>(
         &self,
         device: &D,
@@ -109,8 +110,10 @@ impl ChunkStores {
         stores.dedup();
         let mut gathered = Vec::with_capacity(stores.len());
         for store in stores.into_iter().rev() {
-            let of_head = self.tokens_of(store).repeat(kv_heads);
-            gathered.push((store, device.upload_indices(&of_head, kv_heads, below).await?));
+            let of_head = self.tokens_of(store);
+            let indices = IndexShape::new(kv_heads, of_head.len(), below)?.indices();
+            let of_heads = collected("token numbers of chunks", of_head.iter().copied().cycle().take(indices))?;
+            gathered.push((store, device.upload_indices(&of_heads, kv_heads, below).await?));
         }
         let before = TokenRange::new(0, start).ok();
         let after = TokenRange::new(chunked, tokens).ok();

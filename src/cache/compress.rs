@@ -4,16 +4,14 @@ use super::change::Change;
 use super::decided::DecidedLayer;
 use super::layers::LayerGroup;
 use super::observed::{DenseLayer, ObservedLayer, ObservedPrompt};
+use super::reserve::Asked;
 use super::step::NewTokens;
 use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
 use crate::backend::{Backend, KeptAndEvicted, MergedTokens};
 use crate::format::AttentionShape;
 use crate::plan::{RowLayout, TokenIndices};
-use crate::policy::{Merging, Policy, Selection, Spans};
+use crate::policy::{LayerSelection, Merging, Policy, Selection, Spans};
 use crate::{Error, Result};
-
-/// The place of the only layer of its page tables.
-pub(super) const ONLY_LAYER: usize = 0;
 
 /// The tokens of a layer that stay, on the device.
 struct KeptTokens<B: Backend> {
@@ -74,12 +72,14 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// [`ModelCache::positions`] returns the positions of the kept ones. A layer with a budget of no tokens holds none
     /// of the prompt. The same prompt gives the same bits in every run.
     ///
-    /// After the first call every layer keeps page tables of its own, since layers hold different tokens.
+    /// Layers that keep as many tokens go on to share their page tables, so that a step has one part for them: those of
+    /// policies whose layers have equal budgets. Otherwise every layer of a kind has page tables of its own from then
+    /// on.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was
     /// observed for layers of other shapes; those of [`ObservedPrompt::select`]; [`Error::NotFinite`] for keys and
-    /// values; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit. The cache is as it was.
+    /// values; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit. The cache is as it was.
     pub async fn compress(&mut self, sequence: usize, prompt: &ObservedPrompt<B>) -> Result<Selection> {
         self.check_no_step()?;
         self.length(sequence)?;
@@ -96,52 +96,129 @@ impl<B: Backend + Clone> ModelCache<B> {
         for (layer, decided) in layers.iter().zip(&decided.layers) {
             kept.push(keep(self.backend(), layer, decided, prompt.policy().merging)?);
         }
-        self.part_layers();
-        for (group, kept) in self.groups.iter_mut().zip(&kept) {
-            let spans: Vec<_> = kept.iter().map(KeptTokens::span).collect();
-            let needed = group.page_tables.room_for_prompt(&spans)?;
-            group.reserve(&needed).await?;
-        }
-        let mut changes = Vec::with_capacity(layers.len());
-        let mut written = Ok(());
-        for (group, (layer, kept)) in self.groups.iter_mut().zip(layers.into_iter().zip(&kept)) {
-            let spans: Vec<_> = kept.iter().map(KeptTokens::span).collect();
-            written = group.page_tables.keep(sequence, layer.dense.rows.tokens, &spans).and_then(|change| {
-                changes.push(change);
-                let change = &changes[changes.len() - 1];
-                group.write_centres(ONLY_LAYER, change, layer.dense.rows, &layer.dense.keys)?;
-                kept.iter().try_for_each(|kept| kept.write(group, change, Destination { layer, sequence }))
-            });
-            if written.is_err() {
-                break;
-            }
-        }
+        let (changes, written) = self.store_kept(sequence, &layers, &kept).await?;
         // The host reads the decision only now: whether scores were numbers, and the selection to return.
         let selection = match written {
             Ok(()) => decided.selection(self.backend()).await,
             Err(error) => Err(error),
         };
-        for (group, change) in self.groups.iter_mut().zip(changes) {
-            if selection.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
-        }
+        self.close_all(changes, selection.is_ok());
         selection
+    }
+
+    /// Stores the tokens of a prompt that the caller chose, at the end of a sequence, in every layer: what
+    /// [`ModelCache::compress`] does with the choice of a policy. `prompt` has keys and values of every layer.
+    ///
+    /// ```
+    /// use kvpack::cache::{DenseLayer, ModelCache, Recipe};
+    /// use kvpack::cpu::{Cpu, CpuTensor};
+    /// use kvpack::plan::RowLayout;
+    /// use kvpack::policy::{LayerSelection, Selection};
+    /// use kvpack::{AttentionShape, SegmentFormat};
+    ///
+    /// # futures::executor::block_on(async {
+    /// let shape = AttentionShape::new(4, 2, 64)?;
+    /// let recipe = Recipe::pack_all(SegmentFormat::saw_int4());
+    /// let mut cache = ModelCache::new(&Cpu::new(), &[(shape, recipe)], 1)?;
+    /// let rows = RowLayout::token_major(200, &shape);
+    /// let of = |phase: f32| CpuTensor::F32((0..200 * 2 * 64).map(|i| (i as f32 * 0.3 + phase).sin()).collect());
+    /// // The first tokens and the newest for one head, every other token for the other.
+    /// let (first, second): (Vec<u32>, Vec<u32>) = ((0..10).chain(150..200).collect(), (80..200).step_by(2).collect());
+    /// let selection = Selection::new(vec![LayerSelection::new(200, vec![first, second])?])?;
+    /// cache.keep(0, vec![DenseLayer { rows, keys: of(0.0), values: of(1.0) }], &selection).await?;
+    /// assert_eq!((cache.length(0)?, cache.tokens(0, 0)?), (200, 60));
+    /// # Ok::<(), kvpack::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when prompt or selection are not of the layers of the cache, of different lengths, or the
+    /// selection asks for merging, which policies alone do; otherwise as [`ModelCache::compress`]. The cache is as it
+    /// was.
+    pub async fn keep(
+        &mut self,
+        sequence: usize,
+        prompt: Vec<DenseLayer<B::Tensor>>,
+        selection: &Selection,
+    ) -> Result<()> {
+        self.check_no_step()?;
+        self.length(sequence)?;
+        let shapes = self.shapes();
+        if prompt.len() != shapes.len() || selection.layers().len() != shapes.len() {
+            let (given, chosen) = (prompt.len(), selection.layers().len());
+            let reason = format!("{given} layers, {chosen} of them chosen, for a cache of {}", shapes.len());
+            return Err(Error::Selection { reason });
+        }
+        let layers: Vec<ObservedLayer<B>> =
+            shapes.into_iter().zip(prompt).map(|(shape, dense)| ObservedLayer::unmeasured(shape, dense)).collect();
+        let mut kept = Vec::with_capacity(layers.len());
+        for (index, (layer, chosen)) in layers.iter().zip(selection.layers()).enumerate() {
+            check_chosen(index, layer, chosen)?;
+            self.group(index)?.0.check_rows(new_tokens(layer)).await?;
+            let decided = DecidedLayer::upload(self.backend(), chosen).await?;
+            kept.push(keep(self.backend(), layer, &decided, None)?);
+        }
+        let (changes, written) = self.store_kept(sequence, &layers.iter().collect::<Vec<_>>(), &kept).await?;
+        self.close_all(changes, written.is_ok());
+        written
+    }
+
+    /// Writes what is kept of a prompt, in changes that are still open. Layers that keep as many tokens go on to share
+    /// their page tables; a kind of layers that do not has page tables for each from now on.
+    async fn store_kept(
+        &mut self,
+        sequence: usize,
+        layers: &[&ObservedLayer<B>],
+        kept: &[Option<KeptTokens<B>>],
+    ) -> Result<(Vec<Change<B::Indices>>, Result<()>)> {
+        let shape_of = |&number: &usize| kept[number].as_ref().map(|kept| kept.positions.shape());
+        self.part_layers(|group| {
+            group.numbers().iter().any(|number| shape_of(number) != shape_of(&group.numbers()[0]))
+        });
+        let mut needed = Vec::with_capacity(self.groups.len());
+        for group in &self.groups {
+            let spans: Vec<_> = kept[group.numbers()[0]].iter().map(KeptTokens::span).collect();
+            needed.push(group.page_tables.room_for_prompt(&spans)?);
+        }
+        self.reserve_room(&needed, Asked::OnTheWay).await?;
+        let mut changes = Vec::with_capacity(self.groups.len());
+        let mut written = Ok(());
+        for group in &mut self.groups {
+            written = group.store_kept(sequence, layers, kept, &mut changes);
+            if written.is_err() {
+                break;
+            }
+        }
+        Ok((changes, written))
+    }
+
+    /// Commits the changes of the first groups, or rolls them back.
+    pub(super) fn close_all(&mut self, changes: Vec<Change<B::Indices>>, commits: bool) {
+        for (group, change) in self.groups.iter_mut().zip(changes) {
+            if commits { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
+        }
     }
 
     fn shapes(&self) -> Vec<AttentionShape> {
         self.layers.iter().map(|&(group, _)| self.groups[group].shape).collect()
     }
 
-    /// Gives every layer page tables of its own.
-    pub(super) fn part_layers(&mut self) {
-        if self.groups.len() == self.layers.len() {
-            return;
+    /// Gives every layer of the groups that are to part page tables of its own.
+    pub(super) fn part_layers(&mut self, apart: impl Fn(&LayerGroup<B>) -> bool) {
+        let mut groups = Vec::with_capacity(self.layers.len());
+        for group in std::mem::take(&mut self.groups) {
+            if group.layers() > 1 && apart(&group) {
+                groups.extend(group.part());
+            } else {
+                groups.push(group);
+            }
         }
-        let mut parted: Vec<_> = std::mem::take(&mut self.groups).into_iter().map(LayerGroup::part).collect();
-        for (layer, place) in self.layers.iter_mut().enumerate() {
-            // The layers of a group are in their original order.
-            self.groups.extend(parted[place.0].next());
-            *place = (layer, 0);
+        // In the order of their layers, as steps and changes of all layers have it.
+        groups.sort_by_key(|group| group.numbers()[0]);
+        for (at, group) in groups.iter().enumerate() {
+            group.numbers().iter().enumerate().for_each(|(place, &number)| self.layers[number] = (at, place));
         }
+        self.groups = groups;
     }
 }
 
@@ -153,7 +230,8 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Plan`] when there is no such layer, [`Error::Sequence`] when there is no such sequence,
     /// [`Error::DeviceLost`].
     pub async fn positions(&self, layer: usize, sequence: usize) -> Result<Vec<SpanPositions>> {
-        self.group(layer)?.0.positions(sequence).await
+        let (group, place) = self.group(layer)?;
+        group.positions(place, sequence).await
     }
 }
 
@@ -196,17 +274,60 @@ impl<B: Backend> KeptTokens<B> {
             Some(merged) => {
                 let rows = RowLayout::head_major(self.positions.shape().count(), &to.layer.shape);
                 let new = NewTokens { rows, keys: &merged.keys, values: &merged.values };
-                group.write_rows(ONLY_LAYER, change, to.sequence, new)
+                group.write_rows(to.place, change, to.sequence, new)
             }
-            None => group.write_spans(ONLY_LAYER, change, to.sequence, new_tokens(to.layer), &[self.span()]),
+            None => group.write_spans(to.place, change, to.sequence, new_tokens(to.layer), &[self.span()]),
         }
     }
 }
 
-/// A layer of a prompt, and its target sequence.
+/// A layer of a prompt, its place in its group, and its target sequence.
 struct Destination<'a, B: Backend> {
     layer: &'a ObservedLayer<B>,
+    place: usize,
     sequence: usize,
+}
+
+impl<B: Backend> LayerGroup<B> {
+    /// Opens a span for what is kept of a prompt, and writes it in every layer, each its own tokens: as many. Adds the
+    /// change to those that are open, also where writing fails.
+    fn store_kept(
+        &mut self,
+        sequence: usize,
+        layers: &[&ObservedLayer<B>],
+        kept: &[Option<KeptTokens<B>>],
+        changes: &mut Vec<Change<B::Indices>>,
+    ) -> Result<()> {
+        let numbers = self.numbers().to_vec();
+        let spans: Vec<_> = kept[numbers[0]].iter().map(KeptTokens::span).collect();
+        let change = self.page_tables.keep(sequence, layers[numbers[0]].dense.rows.tokens, &spans)?;
+        if numbers.len() > 1 && !spans.is_empty() {
+            let of_layers = numbers.iter().filter_map(|&number| kept[number].as_ref());
+            self.page_tables.differ_in_layers(sequence, of_layers.map(|kept| kept.positions.clone()).collect());
+        }
+        let written = numbers.iter().enumerate().try_for_each(|(place, &number)| {
+            let layer = layers[number];
+            self.write_centres(place, &change, layer.dense.rows, &layer.dense.keys)?;
+            let to = |kept: &KeptTokens<B>| kept.write(self, &change, Destination { layer, place, sequence });
+            kept[number].iter().try_for_each(to)
+        });
+        changes.push(change);
+        written
+    }
+}
+
+/// Checks that a layer's choice is one of the tokens that are given for it.
+fn check_chosen<B: Backend>(index: usize, layer: &ObservedLayer<B>, chosen: &LayerSelection) -> Result<()> {
+    let (given, kv_heads) = (layer.dense.rows.tokens, layer.shape.kv_heads());
+    let reason = if (chosen.tokens(), chosen.kv_heads()) != (given, kv_heads) {
+        let (tokens, heads) = (chosen.tokens(), chosen.kv_heads());
+        format!("layer {index}: {given} tokens of {kv_heads} KV heads, chosen from {tokens} of {heads}")
+    } else if (0..kv_heads).any(|head| !chosen.merges(head).is_empty()) {
+        format!("layer {index}: the selection merges tokens; use ModelCache::compress with a policy that does")
+    } else {
+        return Ok(());
+    };
+    Err(Error::Selection { reason })
 }
 
 fn new_tokens<B: Backend>(layer: &ObservedLayer<B>) -> NewTokens<'_, B::Tensor> {

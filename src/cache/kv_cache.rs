@@ -3,14 +3,16 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::budget::Budget;
 use super::change::Change;
 use super::layer_reads::StoredSpan;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
+use super::reserve::Asked;
 use super::step::NewTokens;
-use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, StoreId, StoreRoom, TokenRun};
+use super::{CacheMemory, PromptSpan, Recipe, SpanPositions, TokenRun};
 use crate::backend::{AttentionStates, Backend, FlaggedToken};
-use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, Split, TokenRange};
 use crate::{Error, Result};
 
@@ -51,6 +53,7 @@ use crate::{Error, Result};
 /// ```
 pub struct KvCache<B: Backend> {
     pub(super) group: LayerGroup<B>,
+    pub(super) budget: Budget,
 }
 
 /// The only layer of the group.
@@ -67,7 +70,7 @@ impl<B: Backend> KvCache<B> {
     pub fn new(backend: B, shape: AttentionShape, sequences: usize, recipe: Recipe) -> Result<Self> {
         let flags = Arc::new(backend.create_non_finite_flags(1)?);
         let members = Members { numbers: vec![LAYER], flags };
-        Ok(Self { group: LayerGroup::new(backend, shape, recipe, sequences, members)? })
+        Ok(Self { group: LayerGroup::new(backend, shape, recipe, sequences, members)?, budget: Budget::default() })
     }
 
     /// The backend.
@@ -117,22 +120,12 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::DeviceLost`].
     pub async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
-        self.group.positions(sequence).await
+        self.group.positions(LAYER, sequence).await
     }
 
     /// The exact number of bytes held.
     pub fn memory(&self) -> CacheMemory {
         self.group.memory()
-    }
-
-    /// Reserves room for one more span of `tokens` tokens, so that storing them allocates nothing on the device.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when there is no such store, [`Error::OutOfMemory`] or [`Error::Limit`].
-    pub async fn reserve(&mut self, store: StoreId, tokens: usize) -> Result<()> {
-        let mut needed = vec![StoreRoom::default(); self.recipe().stores().len()];
-        needed[self.recipe().resolve(store)?.index()] = StoreRoom { pages: tokens.div_ceil(TILE_TOKENS), spans: 1 };
-        self.group.reserve(&needed).await
     }
 
     /// Stores the keys and values of a prompt, or of a further part of one, at the end of a sequence.
@@ -144,7 +137,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Elements`], [`Error::NotFinite`] and
-    /// [`Error::Plan`] for what was passed, [`Error::OutOfMemory`] or [`Error::Limit`] when it does not fit. The
+    /// [`Error::Plan`] for what was passed, [`Error::NoRoom`] or [`Error::OutOfMemory`] when it does not fit. The
     /// cache is as it was.
     pub async fn prefill(
         &mut self,
@@ -155,11 +148,12 @@ impl<B: Backend> KvCache<B> {
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
         let new = NewTokens { rows, keys, values };
-        self.group.page_tables.sequence(sequence)?;
+        self.group.check_lengths(new)?;
+        self.group.page_tables.check_longer(sequence, rows.tokens)?;
         self.group.check_rows(new).await?;
         check_spans(spans, rows.tokens)?;
         let needed = self.group.page_tables.room_for_prompt(spans)?;
-        self.group.reserve(&needed).await?;
+        self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.page_tables.prefill(sequence, rows.tokens, spans)?;
         let written = self.group.write_prompt(LAYER, &change, sequence, new, spans);
         self.group.close(change, written)
@@ -183,7 +177,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or there are more or
     /// fewer tokens than sequences, [`Error::NoTokens`], [`Error::Elements`] for keys and values,
-    /// [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
+    /// [`Error::NoRoom`] or [`Error::OutOfMemory`] when they do not fit. The cache is as it was.
     pub async fn append_to(
         &mut self,
         sequences: &[usize],
@@ -205,7 +199,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] for keys and
-    /// values, [`Error::OutOfMemory`] or [`Error::Limit`] when they do not fit. The cache is as it was.
+    /// values, [`Error::NoRoom`] or [`Error::OutOfMemory`] when they do not fit. The cache is as it was.
     pub async fn extend(
         &mut self,
         sequence: usize,
@@ -226,7 +220,7 @@ impl<B: Backend> KvCache<B> {
         self.group.page_tables.check_runs(runs, new.rows.tokens)?;
         self.group.check_lengths(new)?;
         let needed = self.group.page_tables.room_for_append(runs, new.rows.tokens)?;
-        self.group.reserve(&needed).await?;
+        self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
         match self.group.write_step(LAYER, Some(new)) {
             Ok(()) => Ok(change),
@@ -262,13 +256,13 @@ impl<B: Backend> KvCache<B> {
     /// the new tokens have attended.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::OutOfMemory`] or [`Error::Limit`] when the packed
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::NoRoom`] or [`Error::OutOfMemory`] when the packed
     /// tiles do not fit. The cache is as it was.
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         let needed = self.group.page_tables.room_for_windows(sequence)?;
-        self.group.reserve(&needed).await?;
+        self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.open_windows(sequence)?;
-        let written = self.group.write_step(LAYER, None);
+        let written = self.group.write_windows(&change);
         self.group.close(change, written)
     }
 
@@ -278,12 +272,12 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when the recipe has no centres or the
-    /// sequence is not empty, [`Error::Elements`] and [`Error::NotFinite`] for the centre, [`Error::OutOfMemory`] or
-    /// [`Error::Limit`]. The cache is as it was.
+    /// sequence is not empty, [`Error::Elements`] and [`Error::NotFinite`] for the centre, [`Error::NoRoom`] or
+    /// [`Error::OutOfMemory`]. The cache is as it was.
     pub async fn set_centre(&mut self, sequence: usize, centre: &B::Tensor) -> Result<()> {
         let rows = RowLayout::token_major(1, self.shape());
         self.group.check_centre(centre).await?;
-        self.group.reserve(&[]).await?;
+        self.reserve_room(Vec::new(), Asked::OnTheWay).await?;
         let change = self.group.page_tables.set_centre(sequence)?;
         let written = self.group.write_centres(LAYER, &change, rows, centre);
         self.group.close(change, written)

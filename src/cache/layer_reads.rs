@@ -1,6 +1,7 @@
 //! Reads of layers that share their page tables: plans of attention, attention states, and the stored contents.
 
 use super::layers::LayerGroup;
+use super::sequence::Sequence;
 use super::{Positions, SpanPositions, StoreFormat, StoreId};
 use crate::Result;
 use crate::backend::{AttendOptions, AttentionStates, Backend, RowCentres, SpanRead};
@@ -72,14 +73,14 @@ impl<B: Backend> LayerGroup<B> {
         self.backend.attend_into(plan, &self.stores(layer), queries, output, options).await
     }
 
-    /// The positions of the tokens of a sequence, span by span.
-    pub(super) async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
+    /// The positions of the tokens of a sequence in a layer, span by span.
+    pub(super) async fn positions(&self, layer: usize, sequence: usize) -> Result<Vec<SpanPositions>> {
         let mut positions = Vec::new();
         for span in &self.page_tables.sequence(sequence)?.spans {
             positions.push(match &span.positions {
                 Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
                 Positions::Gathered { base, indices } => {
-                    let indices = self.backend.download_indices(indices).await?;
+                    let indices = self.backend.download_indices(span.of_layers.get(layer).unwrap_or(indices)).await?;
                     SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
                 }
             });
@@ -111,9 +112,17 @@ impl<B: Backend> LayerGroup<B> {
 
     /// The contents of a sequence in a layer, span by span, as dense f32 rows on the device.
     pub(super) fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
-        let (mut stored, stores) = (Vec::new(), self.stores(layer));
-        let centre = self.page_tables.sequence(sequence)?.centre;
-        for span in &self.page_tables.sequence(sequence)?.spans {
+        self.dequantize_held(layer, self.page_tables.sequence(sequence)?)
+    }
+
+    /// The same for what a sequence holds, or held before a change that is open.
+    pub(super) fn dequantize_held(
+        &self,
+        layer: usize,
+        held: &Sequence<B::Indices>,
+    ) -> Result<Vec<StoredSpan<B::Tensor>>> {
+        let (mut stored, stores, centre) = (Vec::new(), self.stores(layer), held.centre);
+        for span in &held.spans {
             let store = self.recipe().stores()[span.store.index()];
             let lease = &span.lease;
             let read = SpanRead { pages: &lease.pages, tokens: span.tokens, range_slot: lease.range_slot(), centre };

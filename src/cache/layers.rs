@@ -5,21 +5,14 @@ use std::sync::Arc;
 use super::change::Change;
 use super::memory::{CacheMemory, StoreMemory};
 use super::page_tables::PageTables;
-use super::room::StoreRoom;
 use super::sequence::{Positions, Span};
 use super::step::NewTokens;
 use super::write_table::GroupTable;
 use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId, TokenRun};
-use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, WriteInput};
+use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, StepKind, StoredLayers, WriteInput};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, RowLayout, Rows, Split, TokenRange, WriteTable};
+use crate::plan::{AttendPlan, RowLayout, Rows, Split, TokenRange};
 use crate::{Error, Result};
-
-/// Pages of a store's first shard, unless more are needed at once: 1024 tokens.
-const FIRST_SHARD_PAGES: usize = 8;
-
-/// Range slots of a store's first allocation.
-const FIRST_SLOTS: usize = 8;
 
 /// Layers of one shape and one recipe that hold the same tokens of the same sequences.
 pub(super) struct LayerGroup<B: Backend> {
@@ -39,9 +32,7 @@ pub(super) struct LayerGroup<B: Backend> {
 /// A store of one layer on the device.
 struct LayerStore<B: Backend> {
     store: B::Store,
-    /// Pages of its shards. It may have one more than the page tables know of, if that could not be added to every
-    /// layer.
-    shards: Vec<u32>,
+    /// Range slots. It may have more than the page tables know of, if they could not be added to every layer.
     slots: usize,
 }
 
@@ -74,7 +65,7 @@ impl<B: Backend> LayerGroup<B> {
         recipe.attention().check(&shape)?;
         let layer_store = |format: SegmentFormat| {
             let store = backend.create_store(shape, format)?;
-            Ok(LayerStore { store, shards: Vec::new(), slots: 0 })
+            Ok(LayerStore { store, slots: 0 })
         };
         let of_layer = || recipe.stores().iter().map(|store| layer_store(store.format)).collect();
         let layers = numbers.iter().map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
@@ -96,15 +87,15 @@ impl<B: Backend> LayerGroup<B> {
         &self.numbers
     }
 
-    /// Splits the group into single layers, each with its own copy of the page tables: from now on their contents may
-    /// differ.
+    /// Splits the group into single layers, each with its own copy of the page tables: from now on they may hold
+    /// different numbers of tokens.
     pub(super) fn part(self) -> impl Iterator<Item = Self>
     where
         B: Clone,
     {
         let Self { backend, shape, split, page_tables, table, flags, layers, numbers } = self;
-        let alone = move |(stores, number)| {
-            let (backend, page_tables, table) = (backend.clone(), page_tables.clone(), table.clone());
+        let alone = move |(layer, (stores, number))| {
+            let (backend, page_tables, table) = (backend.clone(), page_tables.of_layer(layer), table.clone());
             Self {
                 backend,
                 shape,
@@ -116,7 +107,7 @@ impl<B: Backend> LayerGroup<B> {
                 numbers: vec![number],
             }
         };
-        layers.into_iter().zip(numbers).map(alone)
+        layers.into_iter().zip(numbers).enumerate().map(alone)
     }
 
     /// The stores of a layer, in the order of plans.
@@ -129,78 +120,61 @@ impl<B: Backend> LayerGroup<B> {
         (&self.backend, self.layers[layer].iter_mut().map(|of| &mut of.store).collect())
     }
 
-    fn store_ids(&self) -> impl Iterator<Item = StoreId> + use<B> {
+    pub(super) fn store_ids(&self) -> impl Iterator<Item = StoreId> + use<B> {
         (0..self.recipe().stores().len()).map(StoreId::at)
     }
 
     // --- room --------------------------------------------------------------------------------------------------
 
-    /// Sees to it that so much room is free in every layer. What an error leaves behind is unused room, nothing else.
-    pub(super) async fn reserve(&mut self, needed: &[StoreRoom]) -> Result<()> {
-        if self.page_tables.lacks_centres() {
-            let slots = self.page_tables.sequences().len();
-            for of in self.layers.iter_mut().flatten() {
-                self.backend.reserve_centres(&mut of.store, slots).await?;
-            }
-            self.page_tables.centres_mut().grow(slots);
-        }
-        for (store, needed) in self.store_ids().zip(needed) {
-            while self.page_tables.room(store).free_pages() < needed.pages {
-                let missing = needed.pages - self.page_tables.room(store).free_pages();
-                self.add_shard(store, missing).await?;
-            }
-            let missing = self.page_tables.room(store).missing_slots(needed.spans);
-            if missing > 0 {
-                let held = self.page_tables.room(store).slots();
-                let slots = (held + missing).max(2 * held).max(FIRST_SLOTS);
-                for layer in &mut self.layers {
-                    let of = &mut layer[store.index()];
-                    if of.slots < slots {
-                        self.backend.reserve_ranges(&mut of.store, slots).await?;
-                        of.slots = slots;
-                    }
-                }
-                self.page_tables.room_mut(store).add_slots(slots);
+    /// Adds a shard to a store in every layer, or in none.
+    pub(super) async fn add_shard(&mut self, store: StoreId, pages: u32) -> Result<()> {
+        self.table.note_changed_stores();
+        self.page_tables.room_mut(store).add_shard(pages)?;
+        for layer in 0..self.layers.len() {
+            let added = self.backend.add_shard(&mut self.layers[layer][store.index()].store, pages).await;
+            if added.is_err() {
+                let Self { backend, layers, page_tables, .. } = self;
+                layers[..layer].iter_mut().for_each(|of| backend.drop_shard(&mut of[store.index()].store));
+                page_tables.room_mut(store).drop_shard();
+                return added;
             }
         }
         Ok(())
     }
 
-    /// Adds a shard to every layer that doubles the store and holds `missing` pages, as far as a shard can; where the
-    /// device has no room for that much, one of what is missing.
-    async fn add_shard(&mut self, store: StoreId, missing: usize) -> Result<()> {
-        let format = self.recipe().stores()[store.index()].format;
-        let most = self.backend.max_shard_pages(&self.shape, &format);
-        if most == 0 {
-            return Err(Error::Limit {
-                what: format!("one page of {format}"),
-                needed: format.page_bytes(&self.shape) as u64,
-                allowed: 0,
-                hint: "a binding of the device holds not even one page; use fewer KV heads per cache or fewer bits",
-            });
+    /// Drops the newest shard of a store in every layer, if nothing lies in it. Says whether it did.
+    pub(super) fn drop_shard(&mut self, store: StoreId) -> bool {
+        let dropped = self.page_tables.room_mut(store).drop_shard();
+        if dropped {
+            let Self { backend, layers, table, .. } = self;
+            table.note_changed_stores();
+            layers.iter_mut().for_each(|of| backend.drop_shard(&mut of[store.index()].store));
         }
-        let at_most = |pages: usize| u32::try_from(pages).unwrap_or(u32::MAX).min(most);
-        let room = self.page_tables.room(store);
-        let wanted = at_most(missing.max(room.pages()).max(FIRST_SHARD_PAGES));
-        let needed = at_most(missing);
-        let shard = room.shards();
-        let mut pages = u32::MAX;
+        dropped
+    }
+
+    /// Grows the range slots of a store in every layer. What an error leaves behind is free slots, nothing else.
+    pub(super) async fn reserve_ranges(&mut self, store: StoreId, slots: usize) -> Result<()> {
+        self.table.note_changed_stores();
         for layer in &mut self.layers {
             let of = &mut layer[store.index()];
-            if of.shards.len() == shard {
-                let mut added = wanted.min(pages);
-                if let Err(error) = self.backend.add_shard(&mut of.store, added).await {
-                    if added <= needed || !matches!(error, Error::OutOfMemory { .. }) {
-                        return Err(error);
-                    }
-                    added = needed;
-                    self.backend.add_shard(&mut of.store, added).await?;
-                }
-                of.shards.push(added);
+            if of.slots < slots {
+                self.backend.reserve_ranges(&mut of.store, slots).await?;
+                of.slots = slots;
             }
-            pages = pages.min(of.shards[shard]);
         }
-        self.page_tables.room_mut(store).add_shard(pages)
+        self.page_tables.room_mut(store).add_slots(slots);
+        Ok(())
+    }
+
+    /// Grows the centres of all stores in every layer.
+    pub(super) async fn reserve_centres(&mut self, slots: usize) -> Result<()> {
+        self.table.note_changed_stores();
+        for of in self.layers.iter_mut().flatten() {
+            self.backend.reserve_centres(&mut of.store, slots).await?;
+        }
+        self.page_tables.centres_mut().grow(slots);
+        Ok(())
     }
 
     /// Bytes of all layers.
@@ -298,6 +272,12 @@ impl<B: Backend> LayerGroup<B> {
         self.lay_out(change, 0)
     }
 
+    /// Opens a change that writes nothing, for a step that attends alone.
+    pub(super) fn open_attend(&mut self) -> Result<Change<B::Indices>> {
+        let change = Change::new(self.recipe());
+        self.lay_out(change, 0)
+    }
+
     fn lay_out(&mut self, change: Change<B::Indices>, tokens: usize) -> Result<Change<B::Indices>> {
         match self.table.set(&self.page_tables, &change.writes, tokens) {
             Ok(()) => Ok(change),
@@ -308,15 +288,21 @@ impl<B: Backend> LayerGroup<B> {
         }
     }
 
-    /// What the open step writes, in words.
-    pub(super) const fn table(&self) -> &WriteTable {
-        self.table.table()
+    /// The open step for an engine: what the layers store and attend to.
+    pub(super) fn open_step<'a>(
+        &'a self,
+        plan: &'a AttendPlan,
+        stored: &'a StoredLayers,
+    ) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
+        let stores = (0..self.layers.len()).map(|layer| self.stores(layer)).collect();
+        let (table, query, flags) = (self.table.table(), self.recipe().query(), &*self.flags);
+        OpenStep { layers: &self.numbers, table, plan, query, stores, flags, stored }
     }
 
-    /// The open step for an engine: what the layers store and attend to.
-    pub(super) fn open_step<'a>(&'a self, plan: &'a AttendPlan) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
-        let stores = (0..self.layers.len()).map(|layer| self.stores(layer)).collect();
-        OpenStep { layers: &self.numbers, table: self.table.table(), plan, stores, flags: &self.flags }
+    /// What all steps of the layers have in common.
+    pub(super) fn step_kind(&self) -> StepKind<'_> {
+        let recipe = self.recipe();
+        StepKind { layout: self.table.table().layout(), stores: recipe.stores(), query: recipe.query() }
     }
 
     /// The tokens that steps could not store exactly, in all layers of the model.
@@ -343,6 +329,14 @@ impl<B: Backend> LayerGroup<B> {
             layers[layer].iter_mut().try_for_each(|of| backend.key_mean(&mut of.store, keys, new))?;
         }
         Ok(())
+    }
+
+    /// Packs the windows of a change in every layer. Nothing runs if none is due.
+    pub(super) fn write_windows(&mut self, change: &Change<B::Indices>) -> Result<()> {
+        if change.writes.is_empty() {
+            return Ok(());
+        }
+        (0..self.layers()).try_for_each(|layer| self.write_step(layer, None))
     }
 
     /// Writes the open step to one layer. Without keys and values it only packs windows.

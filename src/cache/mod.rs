@@ -16,17 +16,20 @@
 //! A call that fails has changed nothing. A future that is dropped before its end is no such failure: it may leave
 //! tokens in the page tables, or layers that differ. Poll the futures of calls that change a cache to their end.
 
+mod budget;
 mod change;
 mod chunks;
 mod compress;
 mod decided;
 mod evictions;
 mod kv_cache;
+mod kv_room;
 mod layer_reads;
 mod layers;
 mod memory;
 mod methods;
 mod mixture;
+mod model_attention;
 mod model_cache;
 mod model_room;
 mod model_sequences;
@@ -38,6 +41,7 @@ mod recipe;
 mod recipe_option;
 mod recipe_text;
 mod recompress;
+mod reserve;
 mod room;
 mod sequence;
 mod slots;
@@ -45,6 +49,7 @@ mod step;
 mod swap;
 mod write_table;
 
+pub use budget::{Budget, Growth};
 pub use chunks::{ChunkSpans, ChunkStores};
 pub use evictions::{EVICTIONS, Eviction};
 pub use kv_cache::KvCache;
@@ -57,7 +62,7 @@ pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};
 pub use recipe_text::ModelRecipe;
-pub use room::StoreRoom;
+pub use room::{SequencePages, StoreRoom};
 pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
 pub use swap::SwappedSequence;

@@ -3,14 +3,15 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::budget::Budget;
 use super::change::Change;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, TokenRun};
-use crate::backend::{AttentionStates, Backend, FlaggedToken, OpenStep};
+use crate::backend::{Backend, OpenStep, StepKind, StoredLayers};
 use crate::format::AttentionShape;
-use crate::plan::{AttendPlan, ElementType, QueryRun, RowLayout, WriteLayout};
+use crate::plan::{AttendPlan, QueryRun, RowLayout};
 use crate::{Error, Result};
 
 /// Keys and values of all layers of a model for a batch of sequences.
@@ -54,25 +55,27 @@ pub struct ModelCache<B: Backend> {
     pub(super) groups: Vec<LayerGroup<B>>,
     /// The group of every layer, and its place there.
     pub(super) layers: Vec<(usize, usize)>,
-    step: Option<Step<B::Indices>>,
+    pub(super) budget: Budget,
+    pub(super) step: Option<Step<B::Indices>>,
 }
 
 /// A step that is open.
-struct Step<I> {
-    kind: StepKind,
+pub(super) struct Step<I> {
+    kind: Opened,
     /// Tokens of every layer's keys and values.
     tokens: usize,
     /// One per group.
     changes: Vec<Change<I>>,
     plans: Vec<AttendPlan>,
-    /// The layers that have stored their tokens.
-    stored: Vec<bool>,
+    pub(super) stored: StoredLayers,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum StepKind {
+pub(super) enum Opened {
     Append,
     Prefill(usize),
+    /// Nothing is stored.
+    Attend,
 }
 
 impl<B: Backend + Clone> ModelCache<B> {
@@ -103,7 +106,7 @@ impl<B: Backend + Clone> ModelCache<B> {
             LayerGroup::new(backend.clone(), kind.0, kind.1.clone(), sequences, members)
         };
         let groups = kinds.into_iter().zip(numbers).map(of_kind).collect::<Result<Vec<_>>>()?;
-        Ok(Self { groups, layers: places, step: None })
+        Ok(Self { groups, layers: places, budget: Budget::default(), step: None })
     }
 }
 
@@ -180,11 +183,11 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or a step is open,
-    /// [`Error::NoTokens`], [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_append`]).
+    /// [`Error::NoTokens`], [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_append`]).
     /// Nothing has changed.
     pub fn begin_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         let queries: Vec<QueryRun> = runs.iter().map(queries_of).collect();
-        self.open(StepKind::Append, tokens_of(runs), &queries, |group| group.open_append(runs, tokens_of(runs)))
+        self.open(Opened::Append, tokens_of(runs), &queries, |group| group.open_append(runs, tokens_of(runs)))
     }
 
     /// Opens a step that stores a prompt, or a further part of one, of `tokens` tokens at the end of a sequence. Its
@@ -193,7 +196,7 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::Plan`] when a span names no store of a layer or a step is
-    /// open, [`Error::Limit`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
+    /// open, [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
     pub fn begin_prefill(
         &mut self,
         sequence: usize,
@@ -201,30 +204,31 @@ impl<B: Backend> ModelCache<B> {
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
         check_spans(spans, tokens)?;
-        self.open(StepKind::Prefill(sequence), tokens, &[QueryRun::decode(sequence)], |group| {
+        self.open(Opened::Prefill(sequence), tokens, &[QueryRun::decode(sequence)], |group| {
             group.page_tables.prefill(sequence, tokens, spans)
         })
     }
 
-    /// Hands the open step to an engine that encodes it itself, one part for all layers that share their page tables:
-    /// for a model of like layers one in all. Every layer counts as stored, so that the step can be committed as soon
-    /// as it is encoded. Centres of sequences that begin with it are made on the device, of their first tokens.
+    /// The open step for an engine that encodes it itself, one part for all layers that share a page table: a single
+    /// one for a model of like layers. It encodes nothing: `wgpu::ModelStep` and `cuda::ModelStep` do, and note which
+    /// layers have stored their tokens. Centres of sequences that begin with the step are made on the device, of their
+    /// first tokens.
     ///
     /// # Errors
-    /// [`Error::Plan`] when no step that appends is open.
-    pub fn encode(&mut self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
-        let step = self.step.as_mut().filter(|step| step.kind == StepKind::Append).ok_or_else(no_step)?;
-        step.stored.fill(true);
-        Ok(self.groups.iter().zip(&step.plans).map(|(group, plan)| group.open_step(plan)).collect())
+    /// [`Error::Plan`] when no step that appends or attends is open.
+    pub fn open_steps(&self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
+        let encoded = |step: &&Step<_>| matches!(step.kind, Opened::Append | Opened::Attend);
+        let step = self.step.as_ref().filter(encoded).ok_or_else(no_step)?;
+        let groups = self.groups.iter().zip(&step.plans);
+        Ok(groups.map(|(group, plan)| group.open_step(plan, &step.stored)).collect())
     }
 
-    /// How steps of a layer are laid out, the same for all layers that share its page tables: for compiling kernels
-    /// before a model is served. It changes when a store grows.
+    /// What all steps of a layer have in common, for compiling kernels before a model is served.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
-    pub fn write_layout(&self, layer: usize) -> Result<&Arc<WriteLayout>> {
-        Ok(self.group(layer)?.0.table().layout())
+    pub fn step_kind(&self, layer: usize) -> Result<StepKind<'_>> {
+        Ok(self.group(layer)?.0.step_kind())
     }
 
     /// The plan of the open step's attention in a layer: decoded tokens attend to their whole sequence, chunks
@@ -254,7 +258,7 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Plan`] when no step that appends is open, there is no such layer, or `rows` are not those of the step;
     /// [`Error::Elements`] for keys and values. The step may be tried again, or abandoned.
     pub async fn store(&mut self, layer: usize, rows: RowLayout, keys: &B::Tensor, values: &B::Tensor) -> Result<()> {
-        self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Append, &[]).await
+        self.store_as(layer, NewTokens { rows, keys, values }, Opened::Append, &[]).await
     }
 
     /// Stores the keys and values of the open step's prompt in one layer. `spans` are those that the step was opened
@@ -270,51 +274,22 @@ impl<B: Backend> ModelCache<B> {
         values: &B::Tensor,
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
-        let Some(StepKind::Prefill(sequence)) = self.step.as_ref().map(|step| step.kind) else { return Err(no_step()) };
-        self.store_as(layer, NewTokens { rows, keys, values }, StepKind::Prefill(sequence), spans).await
+        let Some(Opened::Prefill(sequence)) = self.step.as_ref().map(|step| step.kind) else { return Err(no_step()) };
+        self.store_as(layer, NewTokens { rows, keys, values }, Opened::Prefill(sequence), spans).await
     }
 
-    /// Attends with the open step's queries in one layer: `[tokens, query_heads, head_dim]` for appended tokens, one
-    /// row for a prompt. The output has the same layout.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when no step is open, there is no such layer or it has not stored its tokens,
-    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from
-    /// the device.
-    pub async fn attend(&self, layer: usize, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
-        let (group, index, plan) = self.stored_plan(layer)?;
-        plan.check_elements("queries", group.backend.elements(queries))?;
-        group.backend.attend(plan, &group.stores(index), queries, group.attend_options(output)).await
-    }
-
-    /// [`ModelCache::attend`] into the caller's tensor, which has the layout of the queries. Its element type is used.
-    ///
-    /// # Errors
-    /// As [`ModelCache::attend`]; [`Error::Elements`] when the output has another length than the queries.
-    pub async fn attend_into(&self, layer: usize, queries: &B::Tensor, output: &mut B::Tensor) -> Result<()> {
-        let (group, index, plan) = self.stored_plan(layer)?;
-        group.attend_into(index, plan, queries, output).await
-    }
-
-    /// [`ModelCache::attend`] that returns attention states, to be merged with attention over other tokens: see
-    /// [`KvCache::attend_states`](super::KvCache::attend_states).
-    ///
-    /// # Errors
-    /// As [`ModelCache::attend`].
-    pub async fn attend_states(&self, layer: usize, queries: &B::Tensor) -> Result<AttentionStates<B::Tensor>> {
-        let (group, index, plan) = self.stored_plan(layer)?;
-        plan.check_elements("queries", group.backend.elements(queries))?;
-        group.attend_states(index, plan, queries).await
-    }
-
-    /// The open step is so: its tokens are held, and the pages that it replaced are free.
+    /// Commits the open step: its tokens become part of the cache, and the pages that it replaced are free. An engine
+    /// that encodes the step itself may commit it before it submits the commands.
     ///
     /// # Errors
     /// [`Error::Plan`] when no step is open, or a layer has not stored its tokens. The step stays open.
     pub fn commit(&mut self) -> Result<()> {
         let step = self.step.as_ref().ok_or_else(no_step)?;
-        if let Some(layer) = step.stored.iter().position(|stored| !stored) {
-            let reason = format!("layer {layer} has not stored its tokens; store them, or abandon the step");
+        if let Some(layer) = step.stored.first_missing() {
+            let reason = format!(
+                "layer {layer} has not stored its tokens; store them (ModelCache::store, WrittenStep::encode_store, \
+                 WrittenStep::launch, or WrittenStep::replayed for a graph), or abandon the step"
+            );
             return Err(Error::Plan { what: "commit", reason });
         }
         if let Some(step) = self.step.take() {
@@ -323,58 +298,11 @@ impl<B: Backend> ModelCache<B> {
         Ok(())
     }
 
-    /// The open step never was; without one, nothing happens. The pages that it took are free again.
+    /// Rolls back the open step: the pages that it took are free again. Does nothing if none is open.
     pub fn abandon(&mut self) {
         if let Some(step) = self.step.take() {
             self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.page_tables.abandon(change));
         }
-    }
-
-    /// Packs every full tile of a sequence's appended tokens that is due, in all layers. Call it after chunks, once
-    /// their queries have attended. Steps of decoded tokens do this themselves.
-    ///
-    /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::OutOfMemory`]
-    /// or [`Error::Limit`] when the packed tiles do not fit. The cache is as it was.
-    pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
-        self.check_no_step()?;
-        for group in &mut self.groups {
-            let needed = group.page_tables.room_for_windows(sequence)?;
-            group.reserve(&needed).await?;
-        }
-        let mut changes = Vec::with_capacity(self.groups.len());
-        let mut written = Ok(());
-        for group in &mut self.groups {
-            written = group.open_windows(sequence).and_then(|change| {
-                changes.push(change);
-                (0..group.layers()).try_for_each(|layer| group.write_step(layer, None))
-            });
-            if written.is_err() {
-                break;
-            }
-        }
-        for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
-        }
-        written
-    }
-
-    /// Keys and values of appended tokens that could not be stored exactly, over all steps since
-    /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits
-    /// for the device.
-    ///
-    /// # Errors
-    /// [`Error::DeviceLost`].
-    pub async fn non_finite(&self) -> Result<Vec<FlaggedToken>> {
-        self.groups[0].read_flags().await
-    }
-
-    /// Clears the tokens that [`ModelCache::non_finite`] returns.
-    ///
-    /// # Errors
-    /// [`Error::DeviceLost`].
-    pub fn clear_non_finite(&mut self) -> Result<()> {
-        self.groups[0].clear_flags()
     }
 
     // --- parts -----------------------------------------------------------------------------------------------------
@@ -392,17 +320,6 @@ impl<B: Backend> ModelCache<B> {
         Ok((&self.groups[group], index))
     }
 
-    /// A layer that has stored the tokens of the open step: its group, its place there, and the plan of its attention.
-    fn stored_plan(&self, layer: usize) -> Result<(&LayerGroup<B>, usize, &AttendPlan)> {
-        let (group, index) = self.group(layer)?;
-        let plan = self.plan(layer)?;
-        if !self.step.as_ref().is_some_and(|step| step.stored[layer]) {
-            let reason = format!("layer {layer} has not stored the tokens of the open step");
-            return Err(Error::Plan { what: "attention of a step", reason });
-        }
-        Ok((group, index, plan))
-    }
-
     pub(super) fn check_no_step(&self) -> Result<()> {
         match self.step {
             None => Ok(()),
@@ -414,9 +331,9 @@ impl<B: Backend> ModelCache<B> {
     }
 
     /// Opens a step in every group, or in none.
-    fn open(
+    pub(super) fn open(
         &mut self,
-        kind: StepKind,
+        kind: Opened,
         tokens: usize,
         queries: &[QueryRun],
         change: impl Fn(&mut LayerGroup<B>) -> Result<Change<B::Indices>>,
@@ -438,7 +355,7 @@ impl<B: Backend> ModelCache<B> {
             self.groups.iter_mut().zip(changes).for_each(|(group, change)| group.page_tables.abandon(change));
             return Err(error);
         }
-        self.step = Some(Step { kind, tokens, changes, plans, stored: vec![false; self.layers.len()] });
+        self.step = Some(Step { kind, tokens, changes, plans, stored: StoredLayers::none_of(self.layers.len()) });
         Ok(())
     }
 
@@ -446,7 +363,7 @@ impl<B: Backend> ModelCache<B> {
         &mut self,
         layer: usize,
         new: NewTokens<'_, B::Tensor>,
-        kind: StepKind,
+        kind: Opened,
         spans: &[PromptSpan<'_, B::Indices>],
     ) -> Result<()> {
         let (at, index) = self.place(layer)?;
@@ -457,16 +374,17 @@ impl<B: Backend> ModelCache<B> {
         }
         let group = &mut self.groups[at];
         match kind {
-            StepKind::Append => {
+            Opened::Append => {
                 group.check_lengths(new)?;
                 group.write_step(index, Some(new))?;
             }
-            StepKind::Prefill(sequence) => {
+            Opened::Prefill(sequence) => {
                 group.check_rows(new).await?;
                 group.write_prompt(index, &step.changes[at], sequence, new, spans)?;
             }
+            Opened::Attend => return Err(no_step()),
         }
-        step.stored[layer] = true;
+        step.stored.mark(layer);
         Ok(())
     }
 }

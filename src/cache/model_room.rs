@@ -1,12 +1,54 @@
 //! Room of [`ModelCache`]: what its layers have left, need and allocate.
 
+use super::budget::Budget;
+use super::layers::LayerGroup;
 use super::model_cache::tokens_of;
-use super::{ModelCache, PromptSpan, StoreRoom, TokenRun};
+use super::reserve::{Asked, check, reserve};
+use super::{ModelCache, ObservedPrompt, PromptSpan, SequencePages, StoreRoom, SwappedSequence, TokenRun};
 use crate::backend::Backend;
 use crate::{Error, Result};
 
 impl<B: Backend> ModelCache<B> {
-    /// Room that the page tables of a layer have left, by store: what a scheduler has to give away.
+    /// The same with a budget that every call keeps. What is allocated already counts.
+    #[must_use]
+    pub fn with_budget(mut self, budget: Budget) -> Self {
+        self.budget = budget;
+        self
+    }
+
+    /// The budget.
+    pub const fn budget(&self) -> Budget {
+        self.budget
+    }
+
+    // --- asking ------------------------------------------------------------------------------------------------------
+
+    /// Whether a step that appends these runs has room: [`ModelCache::reserve_for_append`] within the budget, and then
+    /// [`ModelCache::begin_append`].
+    ///
+    /// # Errors
+    /// Those of [`ModelCache::begin_append`] for the runs.
+    pub fn fits(&self, runs: &[TokenRun]) -> Result<bool> {
+        self.fits_room(&self.room_of_groups(|group| group.page_tables.room_for_append(runs, tokens_of(runs)))?)
+    }
+
+    /// Whether a prompt of these spans has room.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a span names no store of a layer.
+    pub fn fits_prefill(&self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<bool> {
+        self.fits_room(&self.room_of_groups(|group| group.page_tables.room_for_prompt(spans))?)
+    }
+
+    /// Whether a sequence that was swapped out has room.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when it was taken out of a cache of other layers or recipes.
+    pub fn fits_swap_in(&self, swapped: &SwappedSequence<B::Indices>) -> Result<bool> {
+        self.fits_room(&swapped.room_in(&self.groups)?)
+    }
+
+    /// Room that the pages of a layer have left, by store: without what the budget would yet allow.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -14,7 +56,7 @@ impl<B: Backend> ModelCache<B> {
         Ok(self.group(layer)?.0.page_tables.free_room())
     }
 
-    /// Room that appending needs in the page tables of a layer, by store.
+    /// Room that appending needs in a layer, by store.
     ///
     /// # Errors
     /// As [`ModelCache::begin_append`] for the runs.
@@ -22,44 +64,132 @@ impl<B: Backend> ModelCache<B> {
         self.group(layer)?.0.page_tables.room_for_append(runs, tokens_of(runs))
     }
 
+    /// Room that a prompt of these spans needs in a layer, by store.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, or a span names no store of it.
+    pub fn room_for_prefill(&self, layer: usize, spans: &[PromptSpan<'_, B::Indices>]) -> Result<Vec<StoreRoom>> {
+        self.group(layer)?.0.page_tables.room_for_prompt(spans)
+    }
+
+    /// Room that a sequence which was swapped out needs in a layer, by store.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, or the sequence was taken out of a cache of other layers or
+    /// recipes.
+    pub fn room_for_swap_in(&self, layer: usize, swapped: &SwappedSequence<B::Indices>) -> Result<Vec<StoreRoom>> {
+        self.group(layer)?;
+        Ok(swapped.room_in(&self.groups)?.swap_remove(self.layers[layer].0))
+    }
+
+    /// Room that [`ModelCache::compress`] needs in every layer for what the policy keeps of a prompt, by layer and
+    /// store. Where budgets depend on the attention that was measured, it waits for the device.
+    ///
+    /// # Errors
+    /// Those of [`ObservedPrompt::select`].
+    pub async fn room_for_compress(&self, prompt: &ObservedPrompt<B>) -> Result<Vec<Vec<StoreRoom>>> {
+        let decided = prompt.decide().await?;
+        let mut rooms = Vec::with_capacity(self.layers());
+        for (layer, decided) in decided.layers.iter().enumerate() {
+            let spans = decided.kept.as_ref().map(|kept| PromptSpan::gather(kept, super::StoreId::PACKED));
+            rooms.push(self.group(layer)?.0.page_tables.room_for_prompt(spans.as_slice())?);
+        }
+        Ok(rooms)
+    }
+
+    /// Pages of a sequence in a layer, by store. Swapping it out, or clearing it, frees those that are its own.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, [`Error::Sequence`] when there is no such sequence.
+    pub fn pages_of(&self, layer: usize, sequence: usize) -> Result<Vec<SequencePages>> {
+        self.group(layer)?.0.page_tables.pages_of(sequence)
+    }
+
+    // --- allocating --------------------------------------------------------------------------------------------------
+
     /// Allocates so much room in every layer, by store, in as few shards as the device allows: one, if it is the first.
     /// Room that is free already counts.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a recipe has more stores, [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// [`Error::Plan`] when a recipe has more stores, [`Error::NoRoom`] when the budget has no room for it,
+    /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve(&mut self, room: &[StoreRoom]) -> Result<()> {
-        for group in &mut self.groups {
-            let stores = group.recipe().stores().len();
-            let Some(room) = room.get(..stores) else {
-                let reason = format!("room for {} stores, and a layer has {stores}", room.len());
-                return Err(Error::Plan { what: "reserve", reason });
-            };
-            group.reserve(room).await?;
-        }
-        Ok(())
+        let needed = self.room_of_groups(|group| room_of_stores(group, room))?;
+        self.reserve_room(&needed, Asked::ForItself).await
+    }
+
+    /// Allocates so much room in the layers that share the pages of this one: those of its shape and recipe. Layers of
+    /// another recipe get room of their own, so that f16 layers take no f16 pages of packed ones.
+    ///
+    /// # Errors
+    /// Those of [`ModelCache::reserve`], and [`Error::Plan`] when there is no such layer.
+    pub async fn reserve_kind(&mut self, layer: usize, room: &[StoreRoom]) -> Result<()> {
+        let needed = room_of_stores(self.group(layer)?.0, room)?;
+        let of_group = self.layers[layer].0;
+        let rooms = (0..self.groups.len()).map(|group| if group == of_group { needed.clone() } else { Vec::new() });
+        self.reserve_room(&rooms.collect::<Vec<_>>(), Asked::ForItself).await
     }
 
     /// Allocates the room that appending needs, unless it exists.
     ///
     /// # Errors
-    /// Those of [`ModelCache::begin_append`] for the runs, [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// Those of [`ModelCache::begin_append`] for the runs, [`Error::NoRoom`] when the budget has no room for it,
+    /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve_for_append(&mut self, runs: &[TokenRun]) -> Result<()> {
-        for group in &mut self.groups {
-            let needed = group.page_tables.room_for_append(runs, tokens_of(runs))?;
-            group.reserve(&needed).await?;
-        }
-        Ok(())
+        let needed = self.room_of_groups(|group| group.page_tables.room_for_append(runs, tokens_of(runs)))?;
+        self.reserve_room(&needed, Asked::OnTheWay).await
     }
 
     /// Allocates the room that a prompt needs, unless it exists.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names no store of a layer, [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// [`Error::Plan`] when a span names no store of a layer, [`Error::NoRoom`] when the budget has no room for it,
+    /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve_for_prefill(&mut self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
-        for group in &mut self.groups {
-            let needed = group.page_tables.room_for_prompt(spans)?;
-            group.reserve(&needed).await?;
-        }
-        Ok(())
+        let needed = self.room_of_groups(|group| group.page_tables.room_for_prompt(spans))?;
+        self.reserve_room(&needed, Asked::OnTheWay).await
     }
+
+    /// Gives memory back that nothing lies in: the newest shards of every store. Returns the bytes. What was bound to
+    /// the stores before holds them until it is bound anew.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when a step is open.
+    pub fn trim(&mut self) -> Result<u64> {
+        self.check_no_step()?;
+        let before = self.memory().allocated_bytes();
+        self.groups.iter_mut().for_each(LayerGroup::trim);
+        Ok(before - self.memory().allocated_bytes())
+    }
+
+    // --- parts -------------------------------------------------------------------------------------------------------
+
+    /// Room of every group.
+    pub(super) fn room_of_groups(
+        &self,
+        room: impl Fn(&LayerGroup<B>) -> Result<Vec<StoreRoom>>,
+    ) -> Result<Vec<Vec<StoreRoom>>> {
+        self.groups.iter().map(room).collect()
+    }
+
+    pub(super) async fn reserve_room(&mut self, needed: &[Vec<StoreRoom>], asked: Asked) -> Result<()> {
+        reserve(&mut self.groups, needed, self.budget, asked).await
+    }
+
+    fn fits_room(&self, needed: &[Vec<StoreRoom>]) -> Result<bool> {
+        match check(&self.groups, needed, self.budget, Asked::OnTheWay) {
+            Ok(_) => Ok(true),
+            Err(Error::NoRoom { .. } | Error::OutOfMemory { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// The room of as many stores as the recipe of a group has.
+fn room_of_stores<B: Backend>(group: &LayerGroup<B>, room: &[StoreRoom]) -> Result<Vec<StoreRoom>> {
+    let stores = group.recipe().stores().len();
+    room.get(..stores).map(<[StoreRoom]>::to_vec).ok_or_else(|| {
+        let reason = format!("room for {} stores, and a layer has {stores}", room.len());
+        Error::Plan { what: "reserve", reason }
+    })
 }

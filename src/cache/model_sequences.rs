@@ -2,7 +2,8 @@
 
 use super::ModelCache;
 use super::layer_reads::StoredSpan;
-use crate::backend::Backend;
+use super::reserve::Asked;
+use crate::backend::{Backend, FlaggedToken};
 use crate::plan::{RowLayout, TokenRange};
 use crate::{Error, Result};
 
@@ -22,9 +23,8 @@ impl<B: Backend> ModelCache<B> {
         for (&(group, _), centre) in self.layers.iter().zip(centres) {
             self.groups[group].check_centre(centre).await?;
         }
-        for group in &mut self.groups {
-            group.reserve(&[]).await?;
-        }
+        let nothing = vec![Vec::new(); self.groups.len()];
+        self.reserve_room(&nothing, Asked::OnTheWay).await?;
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for group in &mut self.groups {
@@ -95,5 +95,51 @@ impl<B: Backend> ModelCache<B> {
     pub fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
         let (group, index) = self.group(layer)?;
         group.dequantize(index, sequence)
+    }
+
+    /// Packs every full tile of a sequence's appended tokens that is due, in all layers. Call it after chunks, once
+    /// their queries have attended. Steps of decoded tokens do this themselves.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open, [`Error::NoRoom`]
+    /// or [`Error::OutOfMemory`] when the packed tiles do not fit. The cache is as it was.
+    pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
+        self.check_no_step()?;
+        let needed = self.room_of_groups(|group| group.page_tables.room_for_windows(sequence))?;
+        self.reserve_room(&needed, Asked::OnTheWay).await?;
+        let mut changes = Vec::with_capacity(self.groups.len());
+        let mut written = Ok(());
+        for group in &mut self.groups {
+            written = group.open_windows(sequence).and_then(|change| {
+                let written = group.write_windows(&change);
+                changes.push(change);
+                written
+            });
+            if written.is_err() {
+                break;
+            }
+        }
+        for (group, change) in self.groups.iter_mut().zip(changes) {
+            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
+        }
+        written
+    }
+
+    /// Keys and values of appended tokens that could not be stored exactly, over all steps since
+    /// [`ModelCache::clear_non_finite`], by layer: see [`KvCache::non_finite`](super::KvCache::non_finite). It waits
+    /// for the device.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`].
+    pub async fn non_finite(&self) -> Result<Vec<FlaggedToken>> {
+        self.groups[0].read_flags().await
+    }
+
+    /// Clears the tokens that [`ModelCache::non_finite`] returns.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`].
+    pub fn clear_non_finite(&mut self) -> Result<()> {
+        self.groups[0].clear_flags()
     }
 }

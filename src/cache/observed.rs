@@ -40,6 +40,13 @@ pub(super) struct ObservedLayer<B: Backend> {
     measured: Option<MeasuredAttention<B::Tensor, B::Words>>,
 }
 
+impl<B: Backend> ObservedLayer<B> {
+    /// A layer that nothing was measured of.
+    pub(super) const fn unmeasured(shape: AttentionShape, dense: DenseLayer<B::Tensor>) -> Self {
+        Self { shape, dense, measured: None }
+    }
+}
+
 /// Keys and values of one layer for all tokens of a prompt.
 #[derive(Clone, Debug)]
 pub struct DenseLayer<T> {

@@ -2,10 +2,11 @@
 //! all layers or in none.
 
 use super::change::Change;
-use super::compress::ONLY_LAYER;
 use super::decided::DecidedLayer;
 use super::layers::LayerGroup;
 use super::observed::{DenseLayer, MeasuredQueries, columns, counts};
+use super::reserve::Asked;
+use super::sequence::Sequence;
 use super::step::NewTokens;
 use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
 use crate::backend::{Backend, KeptAndEvicted, MeasuredAttention, QueriesAndKeys, TensorRows};
@@ -54,7 +55,8 @@ impl<B: Backend> ModelCache<B> {
         let mut layers = Vec::with_capacity(self.layers());
         for layer in 0..self.layers() {
             let mut held = vec![Vec::new(); self.shape(layer)?.kv_heads()];
-            for positions in self.group(layer)?.0.positions(sequence).await? {
+            let (group, place) = self.group(layer)?;
+            for positions in group.positions(place, sequence).await? {
                 match positions {
                     SpanPositions::Run(run) => {
                         held.iter_mut().for_each(|head| head.extend(run.positions()));
@@ -112,7 +114,7 @@ impl<B: Backend> ModelCache<B> {
     ) -> Result<MeasuredAttention<B::Tensor, B::Words>> {
         let (group, index) = self.group(layer)?;
         let (backend, shape) = (self.backend(), group.shape);
-        let dense = group.dense(index, sequence).await?;
+        let dense = group.dense(index, group.page_tables.sequence(sequence)?).await?;
         let rows = QueryPositions::last(rows, dense.rows.tokens)?;
         let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
         let source = if queries.known_lse.is_some() { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
@@ -254,8 +256,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// KV heads, or tokens are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans));
     /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
     /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something
-    /// decodes to what no store holds; [`Error::OutOfMemory`] or [`Error::Limit`] when what is kept does not fit beside
-    /// what is held. The cache is as it was.
+    /// decodes to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit in
+    /// addition to what is held. The cache is as it was.
     pub async fn compress_again(
         &mut self,
         sequence: usize,
@@ -274,11 +276,19 @@ impl<B: Backend + Clone> ModelCache<B> {
         }
         let chosen = self.choose(policy, spans, &held, rows, &measured).await?;
         let selection = Selection::new(chosen.iter().map(|chosen| chosen.positions.clone()).collect())?;
-        self.part_layers();
+        let count = |number: &usize| chosen[*number].positions.count();
+        self.part_layers(|group| group.numbers().iter().any(|number| count(number) != count(&group.numbers()[0])));
+        let mut needed = Vec::with_capacity(self.groups.len());
+        for group in &self.groups {
+            let places = chosen[group.numbers()[0]].places.as_ref();
+            let spans = places.map(|places| PromptSpan::gather(places, StoreId::PACKED));
+            needed.push(group.page_tables.room_for_prompt(spans.as_slice())?);
+        }
+        self.reserve_room(&needed, Asked::OnTheWay).await?;
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
-        for (group, chosen) in self.groups.iter_mut().zip(&chosen) {
-            match group.replace(sequence, chosen, policy.merging).await {
+        for group in &mut self.groups {
+            match group.replace(sequence, &chosen, policy.merging).await {
                 Ok(change) => changes.push(change),
                 Err(error) => {
                     written = Err(error);
@@ -286,17 +296,15 @@ impl<B: Backend + Clone> ModelCache<B> {
                 }
             }
         }
-        for (group, change) in self.groups.iter_mut().zip(changes) {
-            if written.is_ok() { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
-        }
+        self.close_all(changes, written.is_ok());
         written.map(|()| selection)
     }
 }
 
 impl<B: Backend> LayerGroup<B> {
-    /// All contents of a sequence in a layer, span after span, as dense f32 rows.
-    async fn dense(&self, layer: usize, sequence: usize) -> Result<DenseLayer<B::Tensor>> {
-        let mut stored = self.dequantize(layer, sequence)?;
+    /// All that a sequence holds, or held, in a layer, span after span, as dense f32 rows.
+    async fn dense(&self, layer: usize, held: &Sequence<B::Indices>) -> Result<DenseLayer<B::Tensor>> {
+        let mut stored = self.dequantize_held(layer, held)?;
         let rows = RowLayout::head_major(stored.iter().map(|span| span.tokens).sum(), &self.shape);
         if stored.len() == 1
             && let Some(span) = stored.pop()
@@ -314,53 +322,57 @@ impl<B: Backend> LayerGroup<B> {
         Ok(DenseLayer { rows, keys, values })
     }
 
-    /// Opens a change of the only layer's page tables that replaces the held tokens by the kept ones, and writes it. On
-    /// an error nothing has changed, except that free room may have been added.
+    /// Opens a change that replaces the held tokens by the kept ones, as many in every layer, and writes it layer by
+    /// layer. On an error nothing has changed, except that free room may have been added.
     async fn replace(
         &mut self,
         sequence: usize,
-        chosen: &Chosen<B>,
+        chosen: &[Chosen<B>],
         merging: Option<Merging>,
     ) -> Result<Change<B::Indices>> {
-        let Chosen { places: Some(at), positions: kept } = chosen else {
-            return self.page_tables.replace(sequence, &[]);
-        };
-        let shape = self.shape;
-        let DenseLayer { rows, keys, values } = self.dense(ONLY_LAYER, sequence).await?;
-        let new = NewTokens { rows, keys: &keys, values: &values };
-        self.check_rows(new).await?;
-        let merged = match merging.filter(|_| kept.count() < rows.tokens) {
-            None => None,
-            Some(merging) => {
-                let (kept, evicted) = (at, &self.backend.evicted(at)?);
-                let input = KeptAndEvicted { shape, rows, keys: &keys, values: &values, kept, evicted };
-                Some(self.backend.merge_tokens(input, merging)?)
-            }
-        };
-        let positions =
-            self.backend.upload_indices(&kept.indices(), shape.kv_heads(), saturated(kept.tokens())).await?;
-        let spans = [PromptSpan::gather(&positions, StoreId::PACKED)];
-        let needed = self.page_tables.room_for_prompt(&spans)?;
-        self.reserve(&needed).await?;
+        let (held, numbers) = (self.page_tables.sequence(sequence)?.clone(), self.numbers().to_vec());
+        let mut positions = Vec::with_capacity(numbers.len());
+        for kept in numbers.iter().map(|&number| &chosen[number].positions).filter(|kept| kept.count() > 0) {
+            let (heads, below) = (self.shape.kv_heads(), saturated(kept.tokens()));
+            positions.push(self.backend.upload_indices(&kept.indices(), heads, below).await?);
+        }
+        let spans: Vec<_> =
+            positions.first().map(|first| PromptSpan::gather(first, StoreId::PACKED)).into_iter().collect();
         let change = self.page_tables.replace(sequence, &spans)?;
-        let written = match &merged {
-            Some(merged) => {
-                let rows = RowLayout::head_major(at.shape().count(), &shape);
-                let new = NewTokens { rows, keys: &merged.keys, values: &merged.values };
-                self.write_rows(ONLY_LAYER, &change, sequence, new)
-            }
-            None => {
-                let spans = [PromptSpan::gather(at, StoreId::PACKED)];
-                self.write_spans(ONLY_LAYER, &change, sequence, new, &spans)
-            }
-        };
-        match written {
-            Ok(()) => Ok(change),
-            Err(error) => {
+        if positions.len() > 1 {
+            self.page_tables.differ_in_layers(sequence, positions);
+        }
+        for (place, &number) in numbers.iter().enumerate() {
+            let Some(places) = &chosen[number].places else { continue };
+            if let Err(error) = self.replace_in_layer((place, sequence), &held, places, &change, merging).await {
                 self.page_tables.abandon(change);
-                Err(error)
+                return Err(error);
             }
         }
+        Ok(change)
+    }
+
+    /// Writes the tokens at some places of what a sequence held to the span of an open change in one layer.
+    async fn replace_in_layer(
+        &mut self,
+        (place, sequence): (usize, usize),
+        held: &Sequence<B::Indices>,
+        places: &B::Indices,
+        change: &Change<B::Indices>,
+        merging: Option<Merging>,
+    ) -> Result<()> {
+        let (shape, count) = (self.shape, places.shape().count());
+        let DenseLayer { rows, keys, values } = self.dense(place, held).await?;
+        let new = NewTokens { rows, keys: &keys, values: &values };
+        self.check_rows(new).await?;
+        let Some(merging) = merging.filter(|_| count < rows.tokens) else {
+            return self.write_spans(place, change, sequence, new, &[PromptSpan::gather(places, StoreId::PACKED)]);
+        };
+        let (kept, evicted) = (places, &self.backend.evicted(places)?);
+        let input = KeptAndEvicted { shape, rows, keys: &keys, values: &values, kept, evicted };
+        let merged = self.backend.merge_tokens(input, merging)?;
+        let rows = RowLayout::head_major(count, &shape);
+        self.write_rows(place, change, sequence, NewTokens { rows, keys: &merged.keys, values: &merged.values })
     }
 }
 

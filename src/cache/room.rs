@@ -13,6 +13,15 @@ pub struct StoreRoom {
     pub spans: usize,
 }
 
+/// Pages of a sequence in one store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SequencePages {
+    /// Pages that no other sequence holds: they are free once the sequence is cleared or swapped out.
+    pub own: usize,
+    /// Pages that other sequences hold too.
+    pub shared: usize,
+}
+
 /// Pages and a range slot for one span.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Lease {
@@ -45,6 +54,11 @@ impl Room {
 
     pub(super) fn add_shard(&mut self, pages: u32) -> Result<()> {
         self.pages.add_shard(pages)
+    }
+
+    /// Drops the newest shard if nothing lies in it, and says whether it did.
+    pub(super) fn drop_shard(&mut self) -> bool {
+        self.pages.drop_shard()
     }
 
     pub(super) fn add_slots(&mut self, slots: usize) {
@@ -88,8 +102,7 @@ impl Room {
     /// Takes pages for `pages` tiles and a slot. On an error nothing is taken.
     pub(super) fn take(&mut self, pages: usize) -> Result<Lease> {
         if self.missing_slots(1) > 0 {
-            let (what, hint) = ("range slots of a store".into(), "reserve more or free sequences");
-            return Err(Error::Limit { what, needed: 1, allowed: 0, hint });
+            return Err(Error::NoRoom { what: "range slots", store: "its spans".into(), needed: 1, free: 0 });
         }
         let pages = self.pages.allocate(pages)?;
         Ok(Lease { pages, slot: self.slots.take() })

@@ -1,5 +1,7 @@
 //! The spans of one sequence, in the order in which they were stored.
 
+use std::ops::Range;
+
 use super::StoreId;
 use super::room::Lease;
 use crate::format::TILE_TOKENS;
@@ -34,7 +36,10 @@ pub enum SpanPositions {
 pub(super) struct Span<I> {
     pub(super) store: StoreId,
     pub(super) tokens: usize,
+    /// Those of the first layer, where layers differ.
     pub(super) positions: Positions<I>,
+    /// The indices of every layer, where layers that share their page tables gathered different tokens.
+    pub(super) of_layers: Vec<I>,
     pub(super) lease: Lease,
     /// Whether decoding opened the span as a residual window, so that it may be packed when it is full.
     pub(super) window: bool,
@@ -45,6 +50,21 @@ enum Left {
     Whole,
     Tokens(usize),
     Nothing,
+}
+
+impl<I: Clone> Span<I> {
+    /// The same span in some of the layers that share it.
+    fn in_layers(&self, layers: Range<usize>) -> Self {
+        let mut span = self.clone();
+        if let (Positions::Gathered { indices, .. }, Some(of_layers)) =
+            (&mut span.positions, self.of_layers.get(layers))
+            && let [first, others @ ..] = of_layers
+        {
+            *indices = first.clone();
+            span.of_layers = if others.is_empty() { Vec::new() } else { of_layers.to_vec() };
+        }
+        span
+    }
 }
 
 impl<I: TokenIndices> Span<I> {
@@ -88,6 +108,14 @@ pub(super) struct Sequence<I> {
     pub(super) length: usize,
     /// Slot of the centre of its keys, once it has one.
     pub(super) centre: Option<usize>,
+}
+
+impl<I: Clone> Sequence<I> {
+    /// The same sequence in some of the layers that share it.
+    pub(super) fn in_layers(&self, layers: Range<usize>) -> Self {
+        let spans = self.spans.iter().map(|span| span.in_layers(layers.clone())).collect();
+        Self { spans, length: self.length, centre: self.centre }
+    }
 }
 
 impl<I> Default for Sequence<I> {
@@ -178,7 +206,8 @@ impl<I: TokenIndices> Sequence<I> {
             }
             _ => {
                 let positions = Positions::From(self.length);
-                self.spans.push(Span { store, tokens: 1, positions, lease, window: true });
+                let of_layers = Vec::new();
+                self.spans.push(Span { store, tokens: 1, positions, of_layers, lease, window: true });
             }
         }
         self.length += 1;

@@ -8,13 +8,16 @@ use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::{LayerWrites, StoreCapacity, TokenIndices, WindowCapacity, WriteLayout, WriteTable};
 
-/// The table of the open step, laid out for the current stores. The layout is rebuilt when a store has grown, or a step
-/// writes more than any before. Resources bound to a layout serve all steps in between.
+/// The table of the open step, laid out for the current stores. The layout is rebuilt when a store has other buffers
+/// than before, or a step writes more than any before. Resources bound to a layout serve all steps in between: an
+/// engine keeps them as long as it sees the same layout, which need not differ in any number from the one before.
 #[derive(Clone, Debug)]
 pub(super) struct GroupTable {
     shape: AttentionShape,
     most: WriteLimits,
     table: WriteTable,
+    /// Whether a store got or lost buffers since the layout was made.
+    stores_changed: bool,
 }
 
 /// Number of sequences that a table has room for before any step needs it.
@@ -55,7 +58,14 @@ impl GroupTable {
         // Pages are copied only for a sequence that was forked in the middle of one.
         let centres = if page_tables.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
         let most = WriteLimits { tokens: sequences, copies: 0, centres, windows: sequences };
-        Ok(Self { shape, most, table: WriteTable::new(&lay_out(shape, page_tables, most)?) })
+        let table = WriteTable::new(&lay_out(shape, page_tables, most)?);
+        Ok(Self { shape, most, table, stores_changed: false })
+    }
+
+    /// Notes that the buffers of a store change. A shard that replaces one of the same size is another buffer, though
+    /// all numbers of the layout stay what they were.
+    pub(super) const fn note_changed_stores(&mut self) {
+        self.stores_changed = true;
     }
 
     /// Fills the table with the writes of a step of `tokens` tokens. On an error it is unchanged.
@@ -66,10 +76,10 @@ impl GroupTable {
         tokens: usize,
     ) -> Result<()> {
         let most = self.most.with(writes, tokens);
-        if most != self.most || self.table.layout().stores() != capacities(page_tables, most) {
+        if most != self.most || self.stores_changed {
             let mut table = WriteTable::new(&lay_out(self.shape, page_tables, most)?);
             table.set(writes)?;
-            (self.most, self.table) = (most, table);
+            (self.most, self.table, self.stores_changed) = (most, table, false);
             return Ok(());
         }
         self.table.set(writes)

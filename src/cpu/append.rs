@@ -10,7 +10,7 @@ use crate::plan::{Elements, RowLayout, TokenWrite};
 use crate::{Error, Result};
 
 /// Writes tokens of dense keys and values into slots of pages, in a format that [takes single
-/// tokens](crate::SegmentFormat::takes_single_tokens), as [`quantize`](super::quantize) would store them, bit for bit.
+/// tokens](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them, bit for bit.
 /// Keys are centred with the centre that the write names. Elements that are not finite, or too large for the format,
 /// are stored as zeros.
 ///

@@ -112,6 +112,14 @@ impl Storage for Cpu {
         store.add_shard(pages)
     }
 
+    fn drop_shard(&self, store: &mut CpuStore) {
+        store.drop_shard();
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        Some(self.memory.available())
+    }
+
     async fn reserve_ranges(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
         store.reserve_ranges(slots)
     }
@@ -120,8 +128,8 @@ impl Storage for Cpu {
         store.reserve_centres(slots)
     }
 
-    async fn read_span(&self, store: &CpuStore, place: SpanPlace<'_>) -> Result<SpanBytes> {
-        store.read_span(place)
+    async fn read_spans(&self, places: &[(&CpuStore, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        places.iter().map(|&(store, place)| store.read_span(place)).collect()
     }
 
     fn write_span(&self, store: &mut CpuStore, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

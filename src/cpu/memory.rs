@@ -16,6 +16,19 @@ impl MemoryLimit {
     pub(super) fn new(bytes: u64) -> Self {
         Self { bytes, used: Arc::default() }
     }
+
+    /// Bytes that are left of it, and that the machine has.
+    pub(super) fn available(&self) -> u64 {
+        self.bytes.saturating_sub(self.used.load(Ordering::Relaxed)).min(machine_bytes())
+    }
+}
+
+/// Bytes of memory that the system says are available, or as many as can be addressed where it says nothing.
+fn machine_bytes() -> u64 {
+    let available = |line: &str| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok();
+    let told = std::fs::read_to_string("/proc/meminfo").ok();
+    let kilobytes = told.and_then(|told| told.lines().find_map(available));
+    kilobytes.map_or(isize::MAX as u64, |kilobytes| kilobytes.saturating_mul(1024))
 }
 
 /// The bytes that one store takes from a limit. They are given back when the store is dropped.

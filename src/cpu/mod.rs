@@ -37,29 +37,35 @@ mod value_tiles;
 mod weighted_values;
 mod write_step;
 
-pub use append::append;
-pub use attend::attend;
-pub use backend::{Cpu, attend_plan};
+pub use backend::Cpu;
 pub use calibration_search::{CalibrationResult, CalibrationSample};
-pub use dense::{CpuIndices, CpuTensor, first_non_finite};
-pub use dequantize::dequantize;
+pub use dense::{CpuIndices, CpuTensor};
 pub use exact_attention::{DenseSegment, ExactState, exact_attention, exact_scored_attention, nmse};
-pub use hadamard::hadamard;
-pub use key_mean::key_mean;
-pub use merge_states::{merge_pair, merge_states};
 pub use non_finite_flags::NonFiniteFlags;
-pub use pack_windows::pack_windows;
 pub use plain_attention::plain_attention;
-pub use quantize::quantize;
-pub use scores::{ScoreExtremes, SegmentScores, scores};
-pub use select::{
-    ColumnStats, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats, attention_row_stats,
-    chunk_similarity, gather, merge_tokens, nearest_kept, reorder_chunks, sum_counts, sum_partials, token_scores,
-    top_k,
-};
 pub use states::States;
 pub use store::CpuStore;
-pub use uncentre_lse::uncentre_lse;
 pub use unfused_attention::unfused_attention;
-pub use weighted_values::weighted_values;
-pub use write_step::write_step;
+// The kernels one by one, which `Cpu` calls. Public for tests that compare a kernel with its reference.
+#[doc(hidden)]
+pub use {
+    append::append,
+    attend::attend,
+    backend::attend_plan,
+    dense::first_non_finite,
+    dequantize::dequantize,
+    hadamard::hadamard,
+    key_mean::key_mean,
+    merge_states::{merge_pair, merge_states},
+    pack_windows::pack_windows,
+    quantize::quantize,
+    scores::{ScoreExtremes, SegmentScores, scores},
+    select::{
+        ColumnStats, DenseRows, KeptTokens, RowStats, StatsInput, attention_column_stats, attention_row_stats,
+        chunk_similarity, gather, merge_tokens, nearest_kept, reorder_chunks, sum_counts, sum_partials, token_scores,
+        top_k,
+    },
+    uncentre_lse::uncentre_lse,
+    weighted_values::weighted_values,
+    write_step::write_step,
+};

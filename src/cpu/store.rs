@@ -131,6 +131,14 @@ impl CpuStore {
         Ok(())
     }
 
+    /// Drops the newest shard, if there is one.
+    pub fn drop_shard(&mut self) {
+        let Some(pages) = self.shard_pages.pop() else { return };
+        self.keys.shards.pop();
+        self.values.shards.pop();
+        self.memory.give_back(u64::from(pages) * self.format.page_bytes(&self.shape) as u64);
+    }
+
     /// Grows the span ranges to at least `slots` slots. A format without span ranges needs none and gets none.
     ///
     /// # Errors

@@ -184,6 +184,14 @@ impl Storage for Cuda {
         store.add_shard(&self.stream, pages)
     }
 
+    fn drop_shard(&self, store: &mut Store) {
+        store.drop_shard();
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        None // what the driver calls free leaves out memory that was freed and waits in its pool
+    }
+
     async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
         store.check_stream("span ranges", &self.stream)?;
         store.reserve_ranges(&self.stream, slots)
@@ -194,9 +202,9 @@ impl Storage for Cuda {
         store.reserve_centres(&self.stream, slots)
     }
 
-    async fn read_span(&self, store: &Store, place: SpanPlace<'_>) -> Result<SpanBytes> {
-        store.check_stream("a span", &self.stream)?;
-        store.read_span(&self.stream, place)
+    async fn read_spans(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        places.iter().try_for_each(|(store, _)| store.check_stream("a span", &self.stream))?;
+        places.iter().map(|&(store, place)| store.read_span(&self.stream, place)).collect()
     }
 
     fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

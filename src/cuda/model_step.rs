@@ -12,8 +12,8 @@ use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::store_step::{BoundStoreStep, StoreStep};
 use super::pack::write_memory::WriteMemory;
-use crate::backend::{BoundClasses, OpenStep, WriteInput, of_layer};
-use crate::plan::{AttendPlan, QueryLayout, RowLayout, StoreFormat, WriteLayout};
+use crate::backend::{BoundClasses, OpenStep, StepKind, StoredLayers, WriteInput, of_layer};
+use crate::plan::{AttendPlan, QueryLayout, RowLayout, WriteLayout};
 use crate::{Error, Result};
 
 /// The tensors of one layer's step.
@@ -39,13 +39,13 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
 /// let mut steps = ModelStep::new(backend, rows, tensors)?;
-/// steps.prepare(cache.write_layout(0)?, cache.recipe(0)?.stores())?;
+/// steps.prepare(cache.step_kind(0)?)?;
 /// let mut graph = None;
 ///
 /// // Every step:
 /// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
 /// cache.begin_append(&runs)?;
-/// let open = cache.encode()?.remove(0); // layers of one shape and recipe
+/// let open = cache.open_steps()?.remove(0); // layers of one shape and recipe
 /// let step = steps.write(&open)?;
 /// if step.bound_anew() || graph.is_none() {
 ///     backend.stream().begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
@@ -58,7 +58,9 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// }
 /// if let Some((graph, _)) = &graph {
 ///     graph.launch()?;
+///     step.replayed();
 /// }
+/// drop(open);
 /// cache.commit()?;
 /// # Ok(())
 /// # }
@@ -70,6 +72,8 @@ pub struct ModelStep {
     layers: Vec<LayerTensors>,
     query_rows: Option<QueryLayout>,
     output_rows: Option<QueryLayout>,
+    /// Log-sum-exps of every layer, or none.
+    lse: Vec<Tensor>,
     bound: BoundClasses<Bound>,
     /// Number of classes that were bound so far.
     classes: u64,
@@ -105,6 +109,7 @@ struct ModelLaunches {
 #[derive(Clone, Copy, Debug)]
 pub struct WrittenStep<'a> {
     bound: &'a Bound,
+    stored: &'a StoredLayers,
     bound_anew: bool,
 }
 
@@ -122,8 +127,20 @@ impl ModelStep {
         if layers.is_empty() {
             return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
         }
-        let (backend, bound) = (backend.clone(), BoundClasses::new(1));
-        Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, bound, classes: 0 })
+        let (backend, bound, lse) = (backend.clone(), BoundClasses::new(1), Vec::new());
+        Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, lse, bound, classes: 0 })
+    }
+
+    /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
+    /// `[rows, query_heads]`, a tensor for each layer. With it an engine merges the output with attention to tokens
+    /// that lie elsewhere. Layers that run one after the other may share a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is not one tensor for each layer, [`Error::Buffer`] when one is not f32.
+    pub fn with_log_sum_exps(mut self, lse: Vec<Tensor>) -> Result<Self> {
+        crate::backend::check_log_sum_exps(self.layers.len(), lse.iter().map(Tensor::element_type))?;
+        self.bound.retain(|_| false);
+        Ok(Self { lse, ..self })
     }
 
     /// The same steps, which keep the resources of `classes` classes of steps instead of only the last: for batches
@@ -147,15 +164,14 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decode steps of a layout can use, or reads it from the kernel cache, so that serving
-    /// a model never compiles. `stores` are those of the recipe, and the layout is that of
-    /// [`ModelCache::write_layout`](crate::cache::ModelCache::write_layout). [`ModelStep::prepare_chunks`] does so for
-    /// chunks of prompts.
+    /// Compiles every kernel that decode steps of a kind can use, or reads it from the kernel cache, so that serving a
+    /// model never compiles. The kind is that of [`ModelCache::step_kind`](crate::cache::ModelCache::step_kind).
+    /// [`ModelStep::prepare_chunks`] does so for chunks of prompts.
     ///
     /// # Errors
     /// Errors from compiling kernels; [`Error::Limit`] for a format that does not fit the device.
-    pub fn prepare(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat]) -> Result<()> {
-        self.prepare_chunks(layout, stores, 1)
+    pub fn prepare(&self, kind: StepKind<'_>) -> Result<()> {
+        self.prepare_chunks(kind, 1)
     }
 
     /// As [`ModelStep::prepare`], for steps with chunks of up to `longest` tokens: compiles kernels that take several
@@ -163,7 +179,8 @@ impl ModelStep {
     ///
     /// # Errors
     /// As [`ModelStep::prepare`].
-    pub fn prepare_chunks(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat], longest: usize) -> Result<()> {
+    pub fn prepare_chunks(&self, kind: StepKind<'_>, longest: usize) -> Result<()> {
+        let StepKind { layout, stores, .. } = kind;
         let page_addresses = ModelTables::program();
         self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
         StoreStep::new(layout).prepare(&self.backend)?;
@@ -176,12 +193,15 @@ impl ModelStep {
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
-    /// tensors; [`Error::OutOfMemory`] or [`Error::Limit`] when binding again fails; errors of the driver from a copy.
-    pub fn write(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> Result<WrittenStep<'_>> {
+    /// tensors; [`Error::Unsupported`] when it is to write log-sum-exps and keys are centred; [`Error::OutOfMemory`] or [`Error::Limit`] when binding again fails; errors of the driver from a copy.
+    pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
+        if !self.lse.is_empty() {
+            step.check_not_centred()?;
+        }
         let plan = self.plan(step.plan)?;
-        for layer in &self.layers {
-            plan.check_rows(&layer.queries, &layer.output)?;
+        for (place, LayerTensors { queries, output, .. }) in self.layers.iter().enumerate() {
+            plan.check_rows(AttendTensors { queries, output, lse: self.lse.get(place) })?;
         }
         let begins = step.table.makes_centres();
         let fits = |bound: &Bound| bound.is_over(step) && bound.begins == begins && plan.is_bound_like(&bound.plan);
@@ -193,7 +213,7 @@ impl ModelStep {
         };
         bound.table.write(self.backend.stream(), step.table)?;
         bound.tables.write(&bound.plan, bound.beside.then_some(step.table))?;
-        Ok(WrittenStep { bound: self.bound.put(bound), bound_anew })
+        Ok(WrittenStep { bound: self.bound.put(bound), stored: step.stored, bound_anew })
     }
 
     fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
@@ -231,7 +251,7 @@ impl ModelStep {
             let layer = step.layers[place];
             let input = WriteInput { keys, values, rows: self.rows, flags: step.flags, layer };
             launches.stores.push(pack.bind_with_room(backend, stores, &table, input, begins)?);
-            let tensors = AttendTensors { queries, output, lse: None };
+            let tensors = AttendTensors { queries, output, lse: self.lse.get(place) };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
         let beside = plan.begins_beside_storing(backend.kernels().facts())
@@ -289,7 +309,15 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
     pub fn launch_store(&self, layer: usize) -> Result<()> {
-        of_layer(&self.bound.launches.stores, layer)?.launch()
+        of_layer(&self.bound.launches.stores, layer)?.launch()?;
+        self.stored.mark(self.bound.numbers[layer]);
+        Ok(())
+    }
+
+    /// Notes that a graph which captured these launches was replayed for this step: all its layers have stored their
+    /// tokens, and the step can be committed.
+    pub fn replayed(&self) {
+        self.bound.numbers.iter().for_each(|&layer| self.stored.mark(layer));
     }
 
     /// Launches the attention of a layer, by its place among the layers of the step. It reads what the step stores, so

@@ -65,7 +65,9 @@ impl AffineFormat {
     /// ```
     /// use kvpack::Bits;
     /// use kvpack::format::{AffineFormat, Grouping};
-    /// let error = |bits, largest| AffineFormat::new(bits, Grouping::Token).largest_error(-largest, largest) / largest;
+    /// let error = |bits, largest: f32| {
+    ///     AffineFormat::new(bits, Grouping::Token).largest_error(-largest, largest) / largest
+    /// };
     /// assert!(error(Bits::Eight, 1.0) < 0.006);
     /// // Values up to 0.001 have the smallest step of f16, 2^-14, at 8 bits, and a larger one at 4.
     /// assert!(error(Bits::Eight, 1e-3) < 0.033 && error(Bits::Four, 1e-3) < 0.069);

@@ -34,26 +34,49 @@ pub enum TileOrder {
 
 impl TileOrder {
     /// The place of the element of `channel` at `token` of a tile.
-    pub const fn field(
+    ///
+    /// # Errors
+    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`](super::HEAD_DIMS), [`Error::Plan`] when a tile has no
+    /// such token or channel.
+    pub fn field(
         self,
         which: KeyOrValue,
         format: &TensorFormat,
         head_dim: usize,
         token: usize,
         channel: usize,
-    ) -> Field {
-        let (layout, element) = (TileLayout::of(format, head_dim), (token, channel));
+    ) -> Result<Field> {
+        check_head_dim(head_dim)?;
+        if token >= TILE_TOKENS || channel >= head_dim {
+            let reason = format!("token {token} and channel {channel} of {TILE_TOKENS} tokens and {head_dim} channels");
+            return Err(Error::Plan { what: "element of a tile", reason });
+        }
+        Ok(self.place(which, format, head_dim, (token, channel)))
+    }
+
+    /// Words of a tile.
+    ///
+    /// # Errors
+    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`](super::HEAD_DIMS).
+    pub fn tile_words(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> Result<usize> {
+        check_head_dim(head_dim)?;
+        Ok(self.words(which, format, head_dim))
+    }
+
+    /// [`TileOrder::field`] of an element that a tile has: token and channel.
+    const fn place(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize, element: (usize, usize)) -> Field {
+        let layout = TileLayout::of(format, head_dim);
         match (self, which) {
-            (Self::DotProduct, KeyOrValue::Key) => layout.key_field(token, channel),
-            (Self::DotProduct, KeyOrValue::Value) => layout.value_field(token, channel),
+            (Self::DotProduct, KeyOrValue::Key) => layout.key_field(element.0, element.1),
+            (Self::DotProduct, KeyOrValue::Value) => layout.value_field(element.0, element.1),
             (Self::MmaFragment, which) => {
                 fragment_field(which, format.element_bits(), stored_channels(head_dim), element)
             }
         }
     }
 
-    /// Words of a tile.
-    pub const fn tile_words(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> usize {
+    /// [`TileOrder::tile_words`] at a head dimension that was checked.
+    const fn words(self, which: KeyOrValue, format: &TensorFormat, head_dim: usize) -> usize {
         let layout = TileLayout::of(format, head_dim);
         match (self, which) {
             (Self::DotProduct, KeyOrValue::Key) => layout.key_tile_words(),
@@ -86,10 +109,7 @@ impl TileOrder {
         head_dim: usize,
         tile: &[u32],
     ) -> Result<Vec<u32>> {
-        if !HEAD_DIMS.contains(&head_dim) {
-            return Err(Error::HeadDim { given: head_dim });
-        }
-        let words = self.tile_words(which, format, head_dim);
+        let words = self.tile_words(which, format, head_dim)?;
         if tile.len() != words {
             return Err(Error::Elements {
                 what: "tile in words",
@@ -99,13 +119,17 @@ impl TileOrder {
             });
         }
         let flip = self.flip(which, format) ^ to.flip(which, format);
-        let mut converted = vec![0; to.tile_words(which, format, head_dim)];
+        let mut converted = vec![0; to.words(which, format, head_dim)];
         for (token, channel) in (0..TILE_TOKENS).flat_map(|token| (0..head_dim).map(move |channel| (token, channel))) {
-            let bits = self.field(which, format, head_dim, token, channel).get(tile);
-            to.field(which, format, head_dim, token, channel).set(&mut converted, bits ^ flip);
+            let bits = self.place(which, format, head_dim, (token, channel)).get(tile);
+            to.place(which, format, head_dim, (token, channel)).set(&mut converted, bits ^ flip);
         }
         Ok(converted)
     }
+}
+
+fn check_head_dim(head_dim: usize) -> Result<()> {
+    if HEAD_DIMS.contains(&head_dim) { Ok(()) } else { Err(Error::HeadDim { given: head_dim }) }
 }
 
 /// Channels of a tile in fragment order.
@@ -193,10 +217,10 @@ mod tests {
     fn fragments_fill_the_tile() {
         each(|which, format, head_dim| {
             let mask = u32::MAX >> (32 - format.element_bits());
-            let mut tile = vec![0u32; TileOrder::MmaFragment.tile_words(which, format, head_dim)];
+            let mut tile = vec![0u32; TileOrder::MmaFragment.tile_words(which, format, head_dim).unwrap()];
             for token in 0..TILE_TOKENS {
                 for channel in 0..head_dim {
-                    let field = TileOrder::MmaFragment.field(which, format, head_dim, token, channel);
+                    let field = TileOrder::MmaFragment.field(which, format, head_dim, token, channel).unwrap();
                     assert_eq!(field.get(&tile), 0, "{which} {format} {head_dim}");
                     field.set(&mut tile, mask);
                     assert_eq!(field.get(&tile), mask, "{which} {format} {head_dim}");
@@ -213,11 +237,12 @@ mod tests {
         each(|which, format, head_dim| {
             let (dot, mma) = (TileOrder::DotProduct, TileOrder::MmaFragment);
             let mask = u32::MAX >> (32 - format.element_bits());
-            let mut tile = vec![0; dot.tile_words(which, format, head_dim)];
+            let mut tile = vec![0; dot.tile_words(which, format, head_dim).unwrap()];
             for token in 0..TILE_TOKENS {
                 for channel in 0..head_dim {
                     let code = (token * head_dim + channel) as u32;
                     dot.field(which, format, head_dim, token, channel)
+                        .unwrap()
                         .set(&mut tile, code.wrapping_mul(0x9e37_79b9) >> 9 & mask);
                 }
             }
@@ -225,7 +250,7 @@ mod tests {
             assert_ne!(fragments, tile);
             for (token, channel) in [(0, 0), (1, 5), (77, head_dim - 1), (127, 33)] {
                 let code = |order: TileOrder, tile: &[u32]| {
-                    order.field(which, format, head_dim, token, channel).get(tile) ^ order.flip(which, format)
+                    order.field(which, format, head_dim, token, channel).unwrap().get(tile) ^ order.flip(which, format)
                 };
                 assert_eq!(code(dot, &tile), code(mma, &fragments), "{which} {format} {head_dim}");
             }
@@ -238,7 +263,7 @@ mod tests {
     fn fields_of_the_table() {
         let field = |which, bits: Bits, token, channel| {
             let format = TensorFormat::Affine(AffineFormat::new(bits, Grouping::Channel));
-            let field = TileOrder::MmaFragment.field(which, &format, 128, token, channel);
+            let field = TileOrder::MmaFragment.field(which, &format, 128, token, channel).unwrap();
             (field.word, field.shift)
         };
         // Block (1, 2) is number 6: load 1 and plane 2 of 4. Token 16 + 3 + 8, channel 64 + 16 + 4 · 1 + 2.
@@ -253,7 +278,7 @@ mod tests {
     #[test]
     fn three_bits_are_two_tiles() {
         let three = TensorFormat::Affine(AffineFormat::new(Bits::Three, Grouping::Channel));
-        let field = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 128, 27, 86);
+        let field = TileOrder::MmaFragment.field(KeyOrValue::Key, &three, 128, 27, 86).unwrap();
         assert_eq!((field.word, field.shift, field.bits), ((32 + 4 * 3 + 1) * 4 + 3, 8 * 2 + 2 * 2, 2));
         assert_eq!(field.top, Some(TopBit { word: 1024 + (4 * 3 + 1) * 4 + 3, shift: 8 * 2 + 6 }));
     }
@@ -263,6 +288,11 @@ mod tests {
         let (dot, mma) = (TileOrder::DotProduct, TileOrder::MmaFragment);
         let error = dot.convert(mma, KeyOrValue::Key, &TensorFormat::F16, 80, &[0; 128]).unwrap_err();
         assert!(matches!(error, Error::Elements { expected: 5120, .. }), "{error}");
-        assert_eq!(mma.tile_words(KeyOrValue::Key, &TensorFormat::F16, 80), 128 * 96 / 2);
+        let beyond = |head_dim, token, channel| {
+            mma.field(KeyOrValue::Key, &TensorFormat::F16, head_dim, token, channel).unwrap_err()
+        };
+        assert!(matches!(beyond(usize::MAX, 0, 0), Error::HeadDim { .. }));
+        assert!(matches!(beyond(64, 128, 0), Error::Plan { .. }) && matches!(beyond(64, 0, 64), Error::Plan { .. }));
+        assert_eq!(mma.tile_words(KeyOrValue::Key, &TensorFormat::F16, 80).unwrap(), 128 * 96 / 2);
     }
 }

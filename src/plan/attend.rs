@@ -113,7 +113,8 @@ impl StorePart {
 
     /// The pages of one span.
     pub fn pages_of(&self, span: &PlannedSpan) -> &[Page] {
-        &self.pages[span.first_page..][..span.tokens.div_ceil(TILE_TOKENS)]
+        let pages = self.pages.get(span.first_page..).unwrap_or_default();
+        pages.get(..span.tokens.div_ceil(TILE_TOKENS)).unwrap_or_default()
     }
 }
 

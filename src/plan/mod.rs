@@ -34,19 +34,25 @@ pub use rows::{ElementType, Elements, QueryLayout, RowLayout, TokenRange};
 pub use runs::{PlannedRun, QueryRun};
 pub use scoring::Scoring;
 pub use split::Split;
-pub use state_rows::StateRows;
 pub use tokens::{IndexShape, Rows, TokenIndices};
-pub use visible::{RowLimits, Seen, TreeMask, Visible};
-pub use work::{Dispatch, PreparedRow, StoreWork, Work, WorkItem};
+pub use visible::{TreeMask, Visible};
 pub(crate) use write::BackendStore;
 pub use write::{
-    KeyMean, LayerWrites, MOST_MEAN_TOKENS, PageCopy, StoreCapacity, StoreWrites, TableSection, TokenWrite,
-    WindowCapacity, WindowMove, WriteEntry, WriteLayout, WriteTable,
+    KeyMean, LayerWrites, MOST_MEAN_TOKENS, PageCopy, StoreCapacity, StoreWrites, TokenWrite, WindowCapacity,
+    WindowMove, WriteLayout, WriteTable,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use {
     blocks::{Block, Part, blocks},
     state_rows::StateCounts,
+};
+// How kernels take a plan, word by word. Public for tests of the backends.
+#[doc(hidden)]
+pub use {
+    state_rows::StateRows,
+    visible::{RowLimits, Seen},
+    work::{Dispatch, PreparedRow, StoreWork, Work, WorkItem},
+    write::{TableSection, WriteEntry},
 };
 
 fn reject<T>(what: &'static str, reason: String) -> Result<T> {

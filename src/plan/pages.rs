@@ -50,6 +50,15 @@ impl PageAllocator {
         Ok(())
     }
 
+    /// Drops the newest shard if none of its pages is handed out, and says whether it did.
+    pub fn drop_shard(&mut self) -> bool {
+        let unused = self.shards.last().is_some_and(|shard| shard.free.len() == shard.holders.len());
+        if unused {
+            self.shards.pop();
+        }
+        unused
+    }
+
     /// Number of shards.
     pub fn shards(&self) -> usize {
         self.shards.len()
@@ -193,6 +202,22 @@ mod tests {
         }
         let again: Vec<u32> = pages.allocate(4).unwrap().iter().map(|page| page.index).collect();
         assert_eq!(again, [0, 2, 4, 5]);
+    }
+
+    #[test]
+    fn a_shard_in_use_is_not_dropped() {
+        let mut pages = PageAllocator::default();
+        pages.add_shard(2).unwrap();
+        pages.add_shard(1).unwrap();
+        let held = pages.allocate(3).unwrap();
+        assert!(!pages.drop_shard());
+        pages.release(&held[2..]).unwrap();
+        assert!(pages.drop_shard());
+        assert!(!pages.drop_shard());
+        assert_eq!((pages.shards(), pages.capacity(), pages.free()), (1, 2, 0));
+        pages.release(&held[..2]).unwrap();
+        assert!(pages.drop_shard());
+        assert!(!pages.drop_shard(), "there is none");
     }
 
     #[test]

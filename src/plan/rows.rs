@@ -199,10 +199,17 @@ impl RowLayout {
     /// Checks that a tensor of `elements` elements holds all rows.
     ///
     /// # Errors
-    /// [`Error::NoTokens`] or [`Error::Elements`].
+    /// [`Error::NoTokens`] or [`Error::Elements`]; [`Error::Plan`] when rows of neighbouring tokens overlap.
     pub fn check(&self, what: &'static str, elements: usize, shape: &AttentionShape) -> Result<()> {
         if self.tokens == 0 {
             return Err(Error::NoTokens { what, hint: "pass at least one token" });
+        }
+        // Rows that overlap could be more than the elements they lie in.
+        if self.tokens > 1 && self.token_stride < shape.head_dim() {
+            let (stride, head_dim) = (self.token_stride, shape.head_dim());
+            let reason =
+                format!("rows begin every {stride} elements; a row of {head_dim} channels must fit before the next");
+            return Err(Error::Plan { what, reason });
         }
         let expected = self.elements_needed(shape);
         if elements < expected {

@@ -53,12 +53,12 @@ pub struct PlannedRun {
 }
 
 impl PlannedRun {
-    /// The positions that a query of the run sees.
+    /// The positions that a query of the run sees; none for a query that the run does not have.
     pub fn limits(&self, query: usize) -> RowLimits {
         self.stand.limits(&self.run.visible, query)
     }
 
-    /// What a query of the run sees of a span of its sequence.
+    /// What a query of the run sees of a span of its sequence; nothing for a query that the run does not have.
     pub fn seen(&self, query: usize, span: &PlannedSpan) -> Seen {
         seen_by(self.limits(query), span)
     }
@@ -90,7 +90,7 @@ impl PlannedRun {
         }
     }
 
-    /// Whether a query of the run sees a position.
+    /// Whether a query of the run sees a position; false for a query that the run does not have.
     pub fn sees(&self, query: usize, position: usize) -> bool {
         self.stand.sees(&self.run.visible, query, position)
     }

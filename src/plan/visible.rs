@@ -199,6 +199,11 @@ pub struct RowLimits {
     pub tree: u32,
 }
 
+impl RowLimits {
+    /// No position.
+    pub const NOTHING: Self = Self { from: 0, to: 0, tree: 0 };
+}
+
 /// Where the queries of a run stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stand {
@@ -226,8 +231,12 @@ impl Stand {
         (self.end + query).saturating_sub(self.queries)
     }
 
-    /// What a query sees. Here alone the kinds of visibility differ; all positions fit 32 bits.
+    /// What a query sees; nothing beyond the queries of the run. Here alone the kinds of visibility differ; all
+    /// positions fit 32 bits.
     pub(super) fn limits(&self, visible: &Visible, query: usize) -> RowLimits {
+        if query >= self.queries {
+            return RowLimits::NOTHING;
+        }
         let position = self.position(query);
         let window = |left: Option<usize>| left.map_or(0, |left| position.saturating_sub(left));
         let plain =

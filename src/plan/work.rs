@@ -125,7 +125,7 @@ impl StoreWork {
 
     /// The items of a dispatch.
     pub fn items_of(&self, dispatch: &Dispatch) -> &[WorkItem] {
-        &self.items[dispatch.first_item..][..dispatch.items]
+        self.items.get(dispatch.first_item..).and_then(|items| items.get(..dispatch.items)).unwrap_or_default()
     }
 
     /// The pages of an item of a dispatch.

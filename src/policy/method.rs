@@ -302,6 +302,7 @@ impl Policy {
         statistics: &[LayerStatistics],
     ) -> Result<Selection> {
         let budgets = self.budgets(spans, layers, kv_heads, statistics)?;
+        check_all_heads(layers, kv_heads)?;
         let rows = self.query_rows(spans)?;
         let tokens = spans.tokens();
         if let (KeepRule::Best { .. }, Some(_)) = (self.keep, &rows) {
@@ -398,6 +399,18 @@ pub(super) fn drawn(tokens: usize, count: usize, seed: u64, stream: u64) -> Resu
     positions.truncate(count);
     positions.sort_unstable();
     Ok(positions)
+}
+
+/// Most KV heads of all layers that a policy selects for.
+const MOST_MODEL_HEADS: usize = 1 << 16;
+
+fn check_all_heads(layers: usize, kv_heads: usize) -> Result<()> {
+    let given = layers.saturating_mul(kv_heads);
+    if given <= MOST_MODEL_HEADS {
+        return Ok(());
+    }
+    let (given, allowed) = (given.to_string(), format!("at most {MOST_MODEL_HEADS}"));
+    Err(Error::Budget { what: "number of KV heads of all layers", given, allowed })
 }
 
 fn check_heads(kv_heads: usize) -> Result<()> {

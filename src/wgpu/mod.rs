@@ -11,6 +11,7 @@ pub mod measure;
 mod model_step;
 mod pack;
 mod select;
+mod table_slots;
 
 pub use attend::{AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan};
 pub use backend::Wgpu;
@@ -33,6 +34,7 @@ pub use select::{
 
 /// Every kernel variant that plans of this module use, for tests that translate them all. Variants that differ only in
 /// numbers appear once.
+#[doc(hidden)]
 pub fn variants() -> Vec<Variant> {
     [pack::variants(), attend::variants(), measure::variants(), select::variants()].concat()
 }

@@ -2,16 +2,19 @@
 
 use std::sync::Arc;
 
-use super::attend::{AttendStep, AttendTensors, Scratch, full_runs};
+use super::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, full_runs};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
 use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory};
-use crate::backend::{AttendOptions, BoundClasses, OpenStep, WriteInput, of_layer};
+use super::table_slots::TableSlots;
+use crate::backend::{
+    AttendOptions, BoundClasses, OpenStep, QueryPrecision, StepKind, StoredLayers, WriteInput, of_layer,
+};
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
-    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, StoreFormat, StoreView, WriteLayout,
-    WriteTable,
+    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreFormat, StoreView,
+    WriteLayout, WriteTable,
 };
 use crate::{Error, Result};
 
@@ -26,21 +29,24 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// grown or lengths have left their size class; classes are up to a quarter apart. The classes of eight batches are
 /// kept. [`WrittenStep::bound_anew`] tells whether anything was rebuilt.
 ///
+/// An engine may write and encode further steps before it submits the first: tables of a step stay where they are until
+/// the device has finished the commands that read them, or these were dropped. Four steps may be under way before the
+/// tables are rebuilt with twice the room. Steps are submitted in the order in which they were written.
+///
 /// ```no_run
-/// use kvpack::backend::AttendOptions;
 /// use kvpack::cache::{ModelCache, TokenRun};
 /// use kvpack::plan::RowLayout;
 /// use kvpack::wgpu::{LayerTensors, ModelStep, Wgpu};
 /// # async fn example(backend: &Wgpu, cache: &mut ModelCache<Wgpu>, tensors: Vec<LayerTensors>) -> kvpack::Result<()> {
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
-/// let mut steps = ModelStep::new(backend, rows, tensors, AttendOptions::default())?;
-/// steps.prepare(cache.write_layout(0)?, cache.recipe(0)?.stores()).await?;
+/// let mut steps = ModelStep::new(backend, rows, tensors)?;
+/// steps.prepare(cache.step_kind(0)?).await?;
 ///
 /// // Every step:
 /// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
 /// cache.begin_append(&runs)?;
-/// let open = cache.encode()?.remove(0); // layers of one shape and recipe
+/// let open = cache.open_steps()?.remove(0); // layers of one shape and recipe
 /// let step = steps.write(&open)?;
 /// let mut encoder = backend.device().create_command_encoder(&Default::default());
 /// let mut pass = encoder.begin_compute_pass(&Default::default());
@@ -50,7 +56,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 ///     step.encode_attend(layer, &mut pass)?;
 ///     // The engine's kernels: what becomes of the output.
 /// }
-/// drop(pass);
+/// drop((pass, open));
 /// backend.queue().submit([encoder.finish()]);
 /// cache.commit()?;
 /// # Ok(())
@@ -61,10 +67,15 @@ pub struct ModelStep {
     backend: Wgpu,
     rows: RowLayout,
     layers: Vec<LayerTensors>,
-    options: AttendOptions,
+    /// Precision of the queries where it is not that of the recipe.
+    query: Option<QueryPrecision>,
+    split: Split,
     query_rows: Option<QueryLayout>,
     output_rows: Option<QueryLayout>,
+    /// Log-sum-exps of every layer, or none.
+    lse: Vec<Tensor>,
     bound: BoundClasses<Bound>,
+    slots: TableSlots,
 }
 
 /// Number of classes of steps that are kept.
@@ -80,6 +91,10 @@ struct Bound {
     stores: Vec<BoundStoreStep>,
     plan: AttendStep,
     scratch: Scratch,
+    /// What the scratch shares with other steps on the device, but for its tables.
+    shared: Arc<Scratch>,
+    /// Bytes of a slot of the scratch's tables.
+    slot_bytes: u64,
     attention: Vec<Launches>,
 }
 
@@ -103,15 +118,19 @@ pub struct WrittenStep<'a> {
     layers: &'a [LayerTensors],
     bound: &'a Bound,
     table: &'a WriteTable,
+    slots: &'a TableSlots,
+    slot: usize,
+    stored: &'a StoredLayers,
     bound_anew: bool,
 }
 
 impl ModelStep {
-    /// Steps of layers with these tensors, whose keys and values have the layout `rows`.
+    /// Steps of layers with these tensors, whose keys and values have the layout `rows`. Queries have the precision
+    /// that the recipe of the layers asks for, unless [`ModelStep::with_query_precision`] sets another.
     ///
     /// # Errors
     /// [`Error::Plan`] when there are no layers, or layers differ in the types of their queries or outputs.
-    pub fn new(backend: &Wgpu, rows: RowLayout, layers: Vec<LayerTensors>, options: AttendOptions) -> Result<Self> {
+    pub fn new(backend: &Wgpu, rows: RowLayout, layers: Vec<LayerTensors>) -> Result<Self> {
         let Some(first) = layers.first() else {
             return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
         };
@@ -122,9 +141,33 @@ impl ModelStep {
             let reason = format!("the tensors of layer {layer} and layer 0 differ in type");
             return Err(Error::Plan { what: "step of a model", reason });
         }
-        let options = AttendOptions { output: first.output.element_type(), ..options };
-        let (backend, bound) = (backend.clone(), BoundClasses::new(KEPT_CLASSES));
-        Ok(Self { backend, rows, layers, options, query_rows: None, output_rows: None, bound })
+        let (backend, bound, slots) = (backend.clone(), BoundClasses::new(KEPT_CLASSES), TableSlots::new());
+        let (query, split, query_rows, output_rows, lse) = (None, Split::default(), None, None, Vec::new());
+        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, lse, bound, slots })
+    }
+
+    /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
+    /// `[rows, query_heads]`, a tensor for each layer. With it an engine merges the output with attention to tokens
+    /// that lie elsewhere. Layers that run one after the other may share a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is not one tensor for each layer, [`Error::Buffer`] when one is not f32.
+    pub fn with_log_sum_exps(mut self, lse: Vec<Tensor>) -> Result<Self> {
+        crate::backend::check_log_sum_exps(self.layers.len(), lse.iter().map(Tensor::element_type))?;
+        self.bound.retain(|_| false);
+        Ok(Self { lse, ..self })
+    }
+
+    /// The same with another precision of the queries than that of the recipe.
+    #[must_use]
+    pub fn with_query_precision(self, query: QueryPrecision) -> Self {
+        Self { query: Some(query), ..self }
+    }
+
+    /// The same with work that is cut otherwise; results differ only by rounding.
+    #[must_use]
+    pub fn with_split(self, split: Split) -> Self {
+        Self { split, ..self }
     }
 
     /// The same steps for queries with this layout, instead of contiguous rows: see [`AttendStep::with_query_layout`].
@@ -141,14 +184,14 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decode steps over these stores can use, however long their sequences become, so that
-    /// serving a model never compiles. `stores` are those of the recipe. [`ModelStep::prepare_chunks`] does so for
-    /// prompts in chunks.
+    /// Compiles every kernel that decode steps of a kind can use, however long their sequences become, so that serving
+    /// a model never compiles. The kind is that of [`ModelCache::step_kind`](crate::cache::ModelCache::step_kind).
+    /// [`ModelStep::prepare_chunks`] does so for prompts in chunks.
     ///
     /// # Errors
     /// As [`AttendStep::new`], and [`Error::Gpu`] when the device refuses a kernel.
-    pub async fn prepare(&self, layout: &Arc<WriteLayout>, stores: &[StoreFormat]) -> Result<()> {
-        self.prepare_runs(layout, stores, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
+    pub async fn prepare(&self, kind: StepKind<'_>) -> Result<()> {
+        self.prepare_runs(kind, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
     }
 
     /// As [`ModelStep::prepare`], for steps with chunks of up to `longest` tokens, or as many as the tensors have rows:
@@ -156,32 +199,22 @@ impl ModelStep {
     ///
     /// # Errors
     /// As [`ModelStep::prepare`].
-    pub async fn prepare_chunks(
-        &self,
-        layout: &Arc<WriteLayout>,
-        stores: &[StoreFormat],
-        longest: usize,
-    ) -> Result<()> {
+    pub async fn prepare_chunks(&self, kind: StepKind<'_>, longest: usize) -> Result<()> {
         let longest = longest.min(self.rows.tokens);
         let short: Vec<_> = (2..=longest.min(MOST_CHUNK_KINDS)).map(|tokens| QueryRun::causal(0, tokens)).collect();
-        self.prepare_runs(layout, stores, &short, &[1, MANY_TILES]).await?;
+        self.prepare_runs(kind, &short, &[1, MANY_TILES]).await?;
         if !self.backend.capabilities().matrices {
             return Ok(());
         }
-        let full = full_runs(layout.shape().group()).map(|queries| queries.min(longest)).into_iter();
+        let full = full_runs(kind.layout.shape().group()).map(|queries| queries.min(longest)).into_iter();
         let long: Vec<_> =
             full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(|tokens| QueryRun::causal(0, tokens)).collect();
-        self.prepare_runs(layout, stores, &long, &[RUN_TILES]).await
+        self.prepare_runs(kind, &long, &[RUN_TILES]).await
     }
 
     /// Compiles the kernels that each of these query runs can use, over spans of the given numbers of tiles.
-    async fn prepare_runs(
-        &self,
-        layout: &Arc<WriteLayout>,
-        stores: &[StoreFormat],
-        runs: &[QueryRun],
-        spans: &[u32],
-    ) -> Result<()> {
+    async fn prepare_runs(&self, kind: StepKind<'_>, runs: &[QueryRun], spans: &[u32]) -> Result<()> {
+        let StepKind { layout, stores, query } = kind;
         let LayerTensors { keys, values, .. } = &self.layers[0];
         let (pack, kernels) = (StoreStep::new(layout), self.backend.kernels());
         let mut variants = pack.variants(kernels.storage_buffers(), keys.element_type(), values.element_type());
@@ -205,10 +238,10 @@ impl ModelStep {
             for run in runs {
                 for store in stores {
                     let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &[view((0, store))])?;
-                    variants.extend(self.plan(&plan)?.variants());
+                    variants.extend(self.plan(&plan, query)?.variants());
                 }
                 let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &together)?;
-                variants.extend(self.plan(&plan)?.variants());
+                variants.extend(self.plan(&plan, query)?.variants());
             }
         }
         variants.sort_unstable();
@@ -221,13 +254,18 @@ impl ModelStep {
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
-    /// tensors; [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
+    /// tensors; [`Error::Unsupported`] when it is to write log-sum-exps and keys are centred; [`Error::Limit`] when 256 steps are encoded of which the device has finished none;
+    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
-        let plan = self.plan(step.plan)?;
-        for layer in &self.layers {
-            plan.check_rows(&layer.queries, &layer.output)?;
+        if !self.lse.is_empty() {
+            step.check_not_centred()?;
         }
+        let plan = self.plan(step.plan, step.query)?;
+        for layer in 0..self.layers.len() {
+            plan.check_rows(self.attended(layer))?;
+        }
+        let slot = self.free_slot()?;
         let kept = self.bound.take(|bound| bound.is_over(step) && plan.is_bound_like(&bound.plan));
         let bound_anew = kept.is_none();
         let bound = match kept {
@@ -236,16 +274,34 @@ impl ModelStep {
         };
         let queue = self.backend.queue();
         guard::captured_now(self.backend.device(), Request::call("tables of a step"), || {
-            queue.write_buffer(&bound.scratch.tables, 0, bound.plan.tables());
-            bound.memory.write(queue, step.table)
+            queue.write_buffer(&bound.scratch.tables, u64::from(bound.slot_offset(slot)), bound.plan.tables());
+            bound.memory.write_slot(queue, step.table, slot)
         })??;
-        let Self { backend, rows, layers, .. } = self;
-        Ok(WrittenStep { backend, rows, layers, bound: self.bound.put(bound), table: step.table, bound_anew })
+        let Self { backend, rows, layers, slots, .. } = self;
+        let (bound, table, stored) = (self.bound.put(bound), step.table, step.stored);
+        Ok(WrittenStep { backend, rows, layers, bound, table, slots, slot, stored, bound_anew })
     }
 
-    fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
-        let input = self.layers[0].queries.element_type();
-        let mut step = AttendStep::with_room(self.backend.capabilities(), plan, input, self.options)?;
+    /// A slot for the tables of a step. Where steps that are under way read all of them, what is bound goes, since
+    /// tables with more slots are other buffers.
+    fn free_slot(&mut self) -> Result<usize> {
+        if let Some(slot) = self.slots.free() {
+            return Ok(slot);
+        }
+        let first_new = self.slots.len();
+        self.slots.grow()?;
+        self.bound.retain(|_| false);
+        Ok(first_new)
+    }
+
+    /// The plan of a step whose recipe asks for this precision of the queries.
+    fn plan(&self, plan: &AttendPlan, of_recipe: QueryPrecision) -> Result<AttendStep> {
+        let LayerTensors { queries, output, .. } = &self.layers[0];
+        let (query, output, split) = (self.query.unwrap_or(of_recipe), output.element_type(), self.split);
+        let options = AttendOptions { query, output, split };
+        let (capabilities, input) = (self.backend.capabilities(), queries.element_type());
+        let lse = if self.lse.is_empty() { LseOutput::None } else { LseOutput::F32 };
+        let mut step = AttendStep::with_room(capabilities, plan, input, options, lse)?;
         if let Some(rows) = self.query_rows {
             step = step.with_query_layout(rows);
         }
@@ -263,7 +319,7 @@ impl ModelStep {
         let (memory, stores) = match self.bound.iter().find(|bound| bound.is_over(step)) {
             Some(bound) => (bound.memory.clone(), bound.stores.clone()),
             None => {
-                let memory = WriteMemory::new(backend.device(), layout)?;
+                let memory = WriteMemory::with_slots(backend.device(), layout, self.slots.len())?;
                 let pack = StoreStep::new(layout);
                 let of_layer = |((&layer, tensors), stores): ((&usize, &LayerTensors), &Vec<&Store>)| {
                     let LayerTensors { keys, values, .. } = tensors;
@@ -276,16 +332,37 @@ impl ModelStep {
             }
         };
         // Steps run in the order of the queue, so they may share scratch.
-        let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(plan.scratch())) {
-            Some(bound) => bound.scratch.clone(),
-            None => Scratch::new_now(backend.device(), plan.scratch())?,
+        let needed = plan.scratch();
+        let holds = |bound: &&Bound| bound.scratch.holds(needed) && bound.slot_bytes >= needed.tables;
+        let (scratch, shared, slot_bytes) = match self.bound.iter().find(holds) {
+            Some(bound) => (bound.scratch.clone(), bound.shared.clone(), bound.slot_bytes),
+            None => self.new_scratch(needed)?,
         };
-        let of_layer = |(tensors, stores): (&LayerTensors, &Vec<&Store>)| {
-            let tensors = AttendTensors { queries: &tensors.queries, output: &tensors.output, lse: None };
-            plan.bind_with_room(backend.kernels(), stores, &scratch, tensors)
+        let of_layer = |(layer, stores): (usize, &Vec<&Store>)| {
+            plan.bind_with_room(backend.kernels(), stores, &scratch, self.attended(layer))
         };
-        let attention = self.layers.iter().zip(&step.stores).map(of_layer).collect::<Result<_>>()?;
-        Ok(Bound { layout: layout.clone(), numbers: step.layers.to_vec(), memory, stores, plan, scratch, attention })
+        let attention = step.stores.iter().enumerate().map(of_layer).collect::<Result<_>>()?;
+        let (layout, numbers) = (layout.clone(), step.layers.to_vec());
+        Ok(Bound { layout, numbers, memory, stores, plan, scratch, shared, slot_bytes, attention })
+    }
+
+    /// The tensors of a layer's attention.
+    fn attended(&self, layer: usize) -> AttendTensors<'_> {
+        let LayerTensors { queries, output, .. } = &self.layers[layer];
+        AttendTensors { queries, output, lse: self.lse.get(layer) }
+    }
+
+    /// Scratch of a step, with tables in every slot, what it shares, and the bytes of a slot.
+    fn new_scratch(&self, needed: ScratchBytes) -> Result<(Scratch, Arc<Scratch>, u64)> {
+        let limits = self.backend.capabilities().limits;
+        let slot_bytes = needed.tables.next_multiple_of(limits.binding_alignment);
+        let tables = slot_bytes.saturating_mul(self.slots.len() as u64);
+        if tables > limits.binding_bytes {
+            let (what, hint) = ("tables of steps in bytes".into(), "attend to fewer sequences per step");
+            return Err(Error::Limit { what, needed: tables, allowed: limits.binding_bytes, hint });
+        }
+        let shared = self.backend.step_scratch(needed)?;
+        Ok((shared.with_tables_now(self.backend.device(), tables)?, shared, slot_bytes))
     }
 }
 
@@ -293,6 +370,11 @@ impl Bound {
     /// Whether it was bound to the stores of a step.
     fn is_over(&self, step: &OpenStep<'_, Store, NonFiniteFlags>) -> bool {
         Arc::ptr_eq(&self.layout, step.table.layout()) && self.numbers == step.layers
+    }
+
+    /// Where the attention tables of a slot begin, in bytes: a buffer of scratch is smaller than 4 GiB.
+    const fn slot_offset(&self, slot: usize) -> u32 {
+        (self.slot_bytes * slot as u64) as u32
     }
 }
 
@@ -317,7 +399,11 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
     pub fn encode_store(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        of_layer(&self.bound.stores, layer)?.encode(self.table, pass)
+        let stores = of_layer(&self.bound.stores, layer)?;
+        self.slots.hold(self.slot, pass);
+        stores.encode_slot(self.table, self.bound.memory.slot_offset(self.slot), pass)?;
+        self.stored.mark(self.bound.numbers[layer]);
+        Ok(())
     }
 
     /// Encodes the attention of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
@@ -325,7 +411,9 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
     pub fn encode_attend(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        of_layer(&self.bound.attention, layer)?.encode_grids(self.bound.plan.grids(), pass);
+        let attention = of_layer(&self.bound.attention, layer)?;
+        self.slots.hold(self.slot, pass);
+        attention.encode_grids(self.bound.plan.grids(), self.bound.slot_offset(self.slot), pass);
         Ok(())
     }
 
@@ -341,7 +429,7 @@ impl WrittenStep<'_> {
         let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*self.rows });
         rows.check("keys", given.keys.elements(), shape)?;
         rows.check("values", given.values.elements(), shape)?;
-        plan.check_rows(&given.queries, &given.output)?;
+        plan.check_rows(AttendTensors { queries: &given.queries, output: &given.output, lse: None })?;
         let output = own.output.slice(0, given.output.elements())?;
         let encode = |encoder: &mut wgpu::CommandEncoder| {
             given.keys.encode_copy(&own.keys, encoder)?;

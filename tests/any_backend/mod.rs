@@ -4,6 +4,7 @@
 pub mod cache_edges;
 pub mod cache_model;
 pub mod compressed;
+pub mod kept_together;
 pub mod mixed;
 pub mod model_steps;
 pub mod non_finite_queries;
@@ -12,4 +13,5 @@ pub mod query_runs;
 pub mod random_rows;
 pub mod rounding;
 pub mod select_cases;
+pub mod serving;
 pub mod step_writes;

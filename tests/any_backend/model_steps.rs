@@ -122,9 +122,9 @@ pub fn submit<B: Backend>(cache: &mut ModelCache<B>, runs: &[TokenRun], inputs: 
 pub fn held<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
     let mut held = Vec::new();
     for layer in 0..LAYERS {
-        let layout = cache.write_layout(layer).unwrap().clone();
+        let layout = cache.step_kind(layer).unwrap().layout.clone();
         for (store, of) in cache.stores(layer).unwrap().into_iter().zip(layout.stores()) {
-            let read = |place| block_on(cache.backend().read_span(store, place)).unwrap();
+            let read = |place| block_on(cache.backend().read_spans(&[(store, place)])).unwrap().remove(0);
             let shards = of.shard_pages.iter().enumerate();
             let pages: Vec<Page> = shards
                 .flat_map(|(shard, &pages)| (0..pages).map(move |index| Page { shard: shard as u32, index }))
@@ -143,7 +143,7 @@ pub fn centres<B: Backend>(cache: &ModelCache<B>) -> Vec<SpanBytes> {
         for store in cache.stores(layer).unwrap() {
             for slot in 0..SEQUENCES {
                 let place = SpanPlace { centre: Some(slot), ..SpanPlace::default() };
-                centres.push(block_on(cache.backend().read_span(store, place)).unwrap());
+                centres.push(block_on(cache.backend().read_spans(&[(store, place)])).unwrap().remove(0));
             }
         }
     }

@@ -3,30 +3,29 @@
 
 use kvpack::backend::Backend;
 use kvpack::cache::{ModelCache, StoreRoom, TokenRun};
-use kvpack::policy::Policy;
 use pollster::block_on;
 
 use crate::any_backend::compressed::Prompt;
+use crate::any_backend::kept_together::{TOKENS, dense, selection};
 use crate::any_backend::model_steps::{LAYERS, recipe, shape};
 
 /// Steps of the test.
 pub const STEPS: usize = 3;
 
-/// Every layer keeps as many tokens of the prompt, whose keys and values differ.
+/// Every layer keeps another number of tokens of the prompt.
 pub fn cache<B: Backend + Clone>(backend: &B) -> ModelCache<B> {
-    let prompt = Prompt::new(shape(), LAYERS, 300, 11);
+    let prompt = Prompt::new(shape(), LAYERS, TOKENS, 11);
     let mut cache = prompt.cache(backend, &recipe("saw-int4"));
     // Room for all that follows, in a layout that says so before the layers are parted.
     block_on(cache.reserve(&[StoreRoom { pages: 8, spans: 8 }; 2])).unwrap();
     cache.begin_append(&[TokenRun::decode(0)]).unwrap();
     cache.abandon();
-    let observed = prompt.observe(&cache, Policy::streaming(4, 60));
-    block_on(cache.compress(0, &observed)).unwrap();
+    block_on(cache.keep(0, dense(&prompt, backend), &selection(|layer| 64 + layer))).unwrap();
     cache
 }
 
 /// Checks that the layers share the layout of their steps, without which the test would show nothing.
 pub fn check_layout<B: Backend + Clone>(cache: &ModelCache<B>) {
-    let layout = cache.write_layout(0).unwrap();
-    assert!((1..LAYERS).all(|layer| std::sync::Arc::ptr_eq(layout, cache.write_layout(layer).unwrap())));
+    let layout = cache.step_kind(0).unwrap().layout;
+    assert!((1..LAYERS).all(|layer| std::sync::Arc::ptr_eq(layout, cache.step_kind(layer).unwrap().layout)));
 }

@@ -172,7 +172,9 @@ impl Case {
     /// The centres of a store, in f32 on every backend.
     pub fn centres<B: Backend>(&self, backend: &B, store: &B::Store) -> Vec<SpanBytes> {
         let place = |slot| SpanPlace { centre: Some(slot), ..SpanPlace::default() };
-        (0..self.centre_slots()).map(|slot| block_on(backend.read_span(store, place(slot))).unwrap()).collect()
+        (0..self.centre_slots())
+            .map(|slot| block_on(backend.read_spans(&[(store, place(slot))])).unwrap().remove(0))
+            .collect()
     }
 
     /// What both stores decode to, page by page, with the range slots in turn.

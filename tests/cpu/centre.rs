@@ -186,7 +186,7 @@ fn many_sequences_begin_at_once() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
     let recipe = Recipe::pack_all(int4()).with_centre();
     let mut cache = ModelCache::new(&Cpu::new(), &[(shape, recipe)], SEQUENCES).unwrap();
-    let room = |cache: &ModelCache<Cpu>| cache.write_layout(0).unwrap().stores()[1].centres;
+    let room = |cache: &ModelCache<Cpu>| cache.step_kind(0).unwrap().layout.stores()[1].centres;
     assert_eq!(room(&cache), 8);
     // Sequence i has i + 1 rows, of 0, 2, 4, …: their mean is i.
     let runs: Vec<TokenRun> = (0..SEQUENCES).map(|i| TokenRun::chunk(i, i + 1)).collect();
@@ -194,7 +194,7 @@ fn many_sequences_begin_at_once() {
     let keys = CpuTensor::F32(rows.iter().flat_map(|&x| [x; 64]).collect());
     block_on(cache.reserve_for_append(&runs)).unwrap();
     cache.begin_append(&runs).unwrap();
-    assert_eq!(cache.encode().unwrap().len(), 1);
+    assert_eq!(cache.open_steps().unwrap().len(), 1);
     block_on(cache.store(0, RowLayout::token_major(rows.len(), &shape), &keys, &keys)).unwrap();
     cache.commit().unwrap();
     assert_eq!(room(&cache), 32);

@@ -344,7 +344,7 @@ fn a_step_is_opened_filled_and_closed_in_order() {
     assert!(matches!(cache.begin_append(&[TokenRun::decode(2)]), Err(Error::Sequence { .. })));
     assert!(matches!(cache.begin_append(&[TokenRun::chunk(0, 0)]), Err(Error::NoTokens { .. })));
     // Nothing is allocated within a step.
-    assert!(matches!(cache.begin_append(&[TokenRun::decode(0)]), Err(Error::Limit { .. })));
+    assert!(matches!(cache.begin_append(&[TokenRun::decode(0)]), Err(Error::NoRoom { .. })));
     assert_eq!(cache.memory().allocated_bytes(), 0);
     block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
     cache.begin_append(&[TokenRun::decode(0)]).unwrap();
@@ -406,7 +406,7 @@ fn a_budget_is_one_shard_and_is_kept() {
         }
         tokens += 1;
     };
-    assert!(matches!(refused, Error::Limit { .. }), "{refused}");
+    assert!(matches!(refused, Error::NoRoom { what: "pages", needed: 1, free: 0, .. }), "{refused}");
     // The tile that has no room is not packed, and its last token is not stored.
     assert_eq!((tokens + 1) % 128, 0, "{tokens} tokens");
     assert_eq!((cache.length(0), cache.memory().allocated_bytes()), (Ok(tokens), allocated));
@@ -451,7 +451,7 @@ fn a_sequence_waits_on_the_host() {
     assert!(matches!(block_on(cache.swap_in(1, &swapped)), Err(Error::Plan { .. })), "it holds tokens");
 
     // The same again beside it, until memory is spent.
-    let mut most = ModelCache::new(&Cpu::new().with_memory_limit(memory), &layers(), 2).unwrap();
+    let mut most = ModelCache::new(&Cpu::new().with_memory_limit(memory - 1), &layers(), 2).unwrap();
     assert!(matches!(block_on(most.swap_in(0, &swapped)), Err(Error::OutOfMemory { .. })));
     assert_eq!((most.length(0), most.memory().in_use_bytes()), (Ok(0), 0));
     let mut others = ModelCache::new(&cpu, &layers()[..2], 1).unwrap();
@@ -476,4 +476,21 @@ fn a_prompt_of_nothing_opens_no_step() {
     block_on(cache.reserve_for_append(&run)).unwrap();
     cache.begin_append(&run).unwrap();
     cache.abandon();
+}
+
+/// Handing a step out encodes nothing: it is committed only once every layer has stored its tokens.
+#[test]
+fn a_step_that_was_only_handed_out_is_not_committed() {
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    let mut cache = ModelCache::new(&Cpu::new(), &vec![(shape, Recipe::f16()); 3], 1).unwrap();
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+    cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    assert_eq!(cache.open_steps().unwrap()[0].layers, [0, 1, 2]);
+    assert!(matches!(cache.commit(), Err(Error::Plan { what: "commit", .. })));
+    [0, 2].into_iter().for_each(|layer| cache.open_steps().unwrap()[0].stored.mark(layer));
+    let reason = cache.commit().unwrap_err().to_string();
+    assert!(reason.contains("layer 1 has not stored"), "{reason}");
+    cache.open_steps().unwrap()[0].stored.mark(1);
+    cache.commit().unwrap();
+    assert_eq!(cache.length(0), Ok(1));
 }

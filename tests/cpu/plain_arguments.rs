@@ -3,7 +3,7 @@
 
 use kvpack::backend::{Packing, Storage};
 use kvpack::cache::{KvCache, MOST_SEQUENCES, Recipe};
-use kvpack::cpu::{Cpu, CpuStore, CpuTensor, DenseSegment, States, exact_attention, plain_attention, quantize};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor, DenseSegment, States, exact_attention, nmse, plain_attention, quantize};
 use kvpack::format::interchange::saw_int4::{self, RowRounding};
 use kvpack::format::{
     AffineFormat, Codebook, CodebookFormat, Grouping, KeyOrValue, MOST_HEADS, Rotation, TensorFormat,
@@ -11,6 +11,8 @@ use kvpack::format::{
 use kvpack::plan::{ElementType, Elements, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
+
+use crate::any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()
@@ -32,6 +34,41 @@ fn shapes_have_heads_that_can_be_counted() {
         }
         assert_eq!(store.bytes(), 0);
     }
+}
+
+/// What the error about a head dimension tells a caller to do yields the attention of the head that was padded.
+#[test]
+fn a_head_that_is_padded_as_told_attends_as_it_is() {
+    let (given, padded, tokens) = (112, 128, 30);
+    let told = AttentionShape::new(1, 1, given).and_then(|shape| KvCache::new(Cpu::new(), shape, 1, Recipe::f16()));
+    let told = told.err().unwrap().to_string();
+    assert!(told.contains("multiply the queries by √(that one / 112)"), "{told}");
+
+    let mut random = Random::new(4);
+    let mut rows =
+        |rows: usize| -> Vec<f32> { (0..rows * given).map(|_| (random.normal() * 16.0).round() / 16.0).collect() };
+    let (keys, values, query) = (rows(tokens), rows(tokens), rows(1));
+    let logits = keys.chunks(given).map(|key| {
+        let product: f64 = key.iter().zip(&query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum();
+        product / (given as f64).sqrt()
+    });
+    let weights: Vec<f64> = logits.map(f64::exp).collect();
+    let mut expected = vec![0.0; given];
+    for (weight, value) in weights.iter().zip(values.chunks(given)) {
+        let share = weight / weights.iter().sum::<f64>();
+        expected.iter_mut().zip(value).for_each(|(sum, &value)| *sum += share * f64::from(value));
+    }
+
+    let pad = |rows: &[f32], factor: f32| {
+        let row = |row: &[f32]| [row.iter().map(|x| x * factor).collect(), vec![0.0; padded - given]].concat();
+        CpuTensor::F32(rows.chunks(given).flat_map(row).collect())
+    };
+    let shape = AttentionShape::new(1, 1, padded).unwrap();
+    let mut cache = KvCache::new(Cpu::new(), shape, 1, Recipe::f16()).unwrap();
+    block_on(cache.extend(0, RowLayout::token_major(tokens, &shape), &pad(&keys, 1.0), &pad(&values, 1.0))).unwrap();
+    let query = pad(&query, (padded as f32 / given as f32).sqrt());
+    let output = block_on(cache.attend(&query, ElementType::F32)).unwrap().to_f32();
+    assert!(nmse(&output[..given], &expected) < 1e-6);
 }
 
 #[test]
@@ -78,9 +115,10 @@ fn rows_beyond_all_numbers() {
     ];
     let elements = vec![0.5; 4 * 2 * 64];
     let tensor = CpuTensor::F32(elements.clone());
+    let is_refused = |error: &Error| matches!(error, Error::Elements { .. } | Error::Plan { .. });
     for rows in wrapping {
         let refused = rows.check("rows", elements.len(), &shape());
-        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
 
         let mut store = CpuStore::new(shape(), SegmentFormat::F16).unwrap();
         store.add_shard(1).unwrap();
@@ -92,15 +130,35 @@ fn rows_beyond_all_numbers() {
             centre: None,
         };
         let elements = Elements::F32(&elements);
-        assert!(matches!(quantize(&mut store, elements, elements, write), Err(Error::Elements { .. })), "{rows:?}");
+        let refused = quantize(&mut store, elements, elements, write);
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
 
         let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
         let refused = block_on(cache.extend(0, rows, &tensor, &tensor));
-        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
         let refused = block_on(cache.prefill(0, rows, &tensor, &tensor, &[]));
-        assert!(matches!(refused, Err(Error::Elements { .. })), "{rows:?}: {refused:?}");
+        assert!(refused.as_ref().is_err_and(is_refused), "{rows:?}: {refused:?}");
         assert_eq!(cache.tokens(0).unwrap(), 0);
     }
+}
+
+/// Rows that overlap: more of them lie in few elements than a kernel gets through in a day.
+#[test]
+fn rows_that_overlap() {
+    let tensor = CpuTensor::F32(vec![0.5; 4 * 2 * 64]);
+    for (token_stride, tokens) in [(0, usize::MAX), (1, 384), (63, 6)] {
+        let rows = RowLayout { tokens, token_stride, head_stride: 64 };
+        let refused = rows.check("rows", 4 * 2 * 64, &shape());
+        assert!(matches!(refused, Err(Error::Plan { .. })), "{rows:?}: {refused:?}");
+        let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
+        let refused = block_on(cache.extend(0, rows, &tensor, &tensor));
+        assert!(matches!(refused, Err(Error::Plan { .. })), "{rows:?}: {refused:?}");
+    }
+    // One row overlaps with none, and rows may touch.
+    let one = RowLayout { tokens: 1, token_stride: 0, head_stride: 64 };
+    assert_eq!(one.check("rows", 128, &shape()), Ok(()));
+    let heads_apart = RowLayout { tokens: 4, token_stride: 64, head_stride: 256 };
+    assert_eq!(heads_apart.check("rows", 512, &shape()), Ok(()));
 }
 
 #[test]

@@ -7,3 +7,4 @@ mod compress;
 mod device;
 mod model_step;
 mod query_runs;
+mod step_states;

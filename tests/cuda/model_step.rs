@@ -75,13 +75,14 @@ fn one_graph_is_replayed_while_sequences_grow() {
             tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
             block_on(cache.reserve_for_append(&runs)).unwrap();
             cache.begin_append(&runs).unwrap();
-            let open = cache.encode().unwrap().remove(0);
+            let open = cache.open_steps().unwrap().remove(0);
             let written = steps.write(&open).unwrap();
             if written.bound_anew() {
                 graph = Some(capture(&backend, &written, LAYERS));
                 captured += usize::from(step > STEADY);
             }
             graph.as_ref().unwrap().0.launch().unwrap();
+            written.replayed();
             cache.commit().unwrap();
             let download = |of: &LayerTensors| block_on(backend.download(&of.output)).unwrap();
             let outputs: Vec<Vec<f32>> = tensors.iter().map(download).collect();
@@ -119,10 +120,11 @@ fn centred_sequences_begin_within_a_step() {
             tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
             block_on(cache.reserve_for_append(&runs)).unwrap();
             cache.begin_append(&runs).unwrap();
-            let written = steps.write(&cache.encode().unwrap()[0]).unwrap();
+            let written = steps.write(&cache.open_steps().unwrap()[0]).unwrap();
             classes[usize::from([0, 2, 5].contains(&step))].insert(written.class());
             let captured = || capture(&backend, &written, LAYERS);
             graphs.entry(written.class()).or_insert_with(captured).0.launch().unwrap();
+            written.replayed();
             cache.commit().unwrap();
             model_steps::submit(&mut submitted, &runs, &inputs);
             let (encoded, submitted) = (model_steps::held(&cache), model_steps::held(&submitted));
@@ -151,12 +153,12 @@ fn no_kernel_is_compiled_while_a_model_is_served() {
         let mut steps = ModelStep::new(&backend, rows, tensors.clone()).unwrap();
         let before = compiled();
         // Before there is room for anything.
-        steps.prepare(cache.write_layout(0).unwrap(), recipe.stores()).unwrap();
+        steps.prepare(cache.step_kind(0).unwrap()).unwrap();
         let prepared = compiled();
         for _ in 0..3 * 128 {
             block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
             cache.begin_append(&[TokenRun::decode(0)]).unwrap();
-            let open = cache.encode().unwrap().remove(0);
+            let open = cache.open_steps().unwrap().remove(0);
             let written = steps.write(&open).unwrap();
             for layer in 0..LAYERS {
                 written.launch(layer).unwrap();
@@ -185,10 +187,11 @@ fn classes_are_kept_side_by_side() {
         tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
         block_on(cache.reserve_for_append(&runs)).unwrap();
         cache.begin_append(&runs).unwrap();
-        let written = steps.write(&cache.encode().unwrap()[0]).unwrap();
+        let written = steps.write(&cache.open_steps().unwrap()[0]).unwrap();
         assert_eq!(written.bound_anew(), !graphs.contains_key(&written.class()));
         let captured = || capture(&backend, &written, LAYERS);
         graphs.entry(written.class()).or_insert_with(captured).0.launch().unwrap();
+        written.replayed();
         cache.commit().unwrap();
         let outputs = tensors.iter().map(|of| block_on(backend.download(&of.output)).unwrap());
         model_steps::compare(&mut twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
@@ -215,7 +218,7 @@ fn parted_layers_are_bound_to_their_own_stores() {
         cache.begin_append(&runs).unwrap();
         parted_layers::check_layout(&cache);
         let mut outputs = Vec::new();
-        for (layer, open) in cache.encode().unwrap().iter().enumerate() {
+        for (layer, open) in cache.open_steps().unwrap().iter().enumerate() {
             assert_eq!(open.layers, [layer]);
             write(&backend, &of, &inputs[layer]);
             let step = steps.write(open).unwrap();

@@ -3,24 +3,26 @@
 
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-use kvpack::backend::{AttendOptions, Device};
-use kvpack::cache::{ModelCache, TokenRun};
-use kvpack::cpu::Cpu;
+use kvpack::backend::{Device, QueryPrecision};
+use kvpack::cache::{ModelCache, StoreRoom, TokenRun};
+use kvpack::cpu::{Cpu, nmse};
 use kvpack::plan::{ElementType, RowLayout};
+use kvpack::policy::Policy;
 use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
 
 use crate::any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
 use crate::any_backend::random_rows::Random;
-use crate::any_backend::{model_steps, parted_layers};
-use crate::gpu_device;
+use crate::any_backend::{compressed, model_steps, parted_layers};
+use crate::round_trips::newest_submission;
+use crate::{gpu_device, steps_ahead};
 
 /// An engine with tensors of its own for every layer, and the same cache on the CPU.
-struct Engine {
-    backend: Wgpu,
-    cache: ModelCache<Wgpu>,
-    twin: ModelCache<Cpu>,
+pub struct Engine {
+    pub backend: Wgpu,
+    pub cache: ModelCache<Wgpu>,
+    pub twin: ModelCache<Cpu>,
     tensors: Vec<LayerTensors>,
     steps: ModelStep,
     random: Random,
@@ -28,7 +30,7 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(backend: Wgpu, recipe: &str) -> Self {
+    pub fn new(backend: Wgpu, recipe: &str) -> Self {
         Self::with_rows(backend, recipe, ROWS)
     }
 
@@ -41,11 +43,10 @@ impl Engine {
         };
         let tensors: Vec<LayerTensors> = (0..LAYERS).map(of_layer).collect();
         let layout = RowLayout::token_major(rows, &model_steps::shape());
-        let options = AttendOptions { query: recipe.query(), ..AttendOptions::default() };
         Self {
             cache: model_steps::cache(&backend, &recipe),
             twin: model_steps::cache(&Cpu::new(), &recipe),
-            steps: ModelStep::new(&backend, layout, tensors.clone(), options).unwrap(),
+            steps: ModelStep::new(&backend, layout, tensors.clone()).unwrap(),
             backend,
             tensors,
             random: Random::new(7),
@@ -54,7 +55,7 @@ impl Engine {
     }
 
     /// A step on both. True if something was bound anew for it.
-    fn step(&mut self, runs: &[TokenRun]) -> bool {
+    pub fn step(&mut self, runs: &[TokenRun]) -> bool {
         let inputs = model_steps::inputs_of(&mut self.random, self.rows);
         self.step_with(runs, &inputs)
     }
@@ -68,7 +69,7 @@ impl Engine {
         }
         block_on(self.cache.reserve_for_append(runs)).unwrap();
         self.cache.begin_append(runs).unwrap();
-        let open = self.cache.encode().unwrap().remove(0);
+        let open = self.cache.open_steps().unwrap().remove(0);
         assert_eq!(open.layers, [0, 1, 2]);
         let step = self.steps.write(&open).unwrap();
         let anew = step.bound_anew();
@@ -111,7 +112,7 @@ fn alone() -> Alone {
 }
 
 /// How much there is of everything that a device makes.
-fn made(device: &wgpu::Device) -> [isize; 5] {
+pub fn made(device: &wgpu::Device) -> [isize; 5] {
     let hal = device.get_internal_counters().hal;
     let counters = [hal.buffers, hal.bind_groups, hal.compute_pipelines, hal.command_encoders, hal.buffer_memory];
     counters.map(|counter| counter.read())
@@ -124,9 +125,9 @@ fn steps_are_bound_once_and_only_encoded() {
     for recipe in RECIPES {
         let alone = alone();
         let mut engine = Engine::new(alone.backend.clone(), recipe);
-        let (layout, stores) = (engine.cache.write_layout(0).unwrap(), engine.cache.recipe(0).unwrap().stores());
-        block_on(engine.steps.prepare(layout, stores)).unwrap();
-        block_on(engine.steps.prepare_chunks(layout, stores, ROWS)).unwrap();
+        let kind = engine.cache.step_kind(0).unwrap();
+        block_on(engine.steps.prepare(kind)).unwrap();
+        block_on(engine.steps.prepare_chunks(kind, ROWS)).unwrap();
         let compiled = |engine: &Engine| engine.backend.device().get_internal_counters().hal.compute_pipelines.read();
         let prepared = compiled(&engine);
         let mut anew = 0;
@@ -192,6 +193,28 @@ fn classes_are_kept_side_by_side() {
     assert!(anew <= 3, "bound anew in {anew} of {} steps", model_steps::ALTERNATING);
 }
 
+/// A shard that takes the place of one of the same size is another buffer: steps read and write it, not the one that
+/// their class was bound to before.
+#[test]
+fn a_shard_in_the_place_of_another_is_bound_anew() {
+    for recipe in ["f16", "int8", "kivi:4+window=0"] {
+        let alone = alone();
+        let mut engine = Engine::new(alone.backend.clone(), recipe);
+        let all: Vec<TokenRun> = (0..SEQUENCES).map(TokenRun::decode).collect();
+        let pages = |engine: &Engine| engine.cache.memory().stores().iter().map(|of| of.pages).collect::<Vec<_>>();
+        assert!(engine.step(&all), "{recipe}: the first step");
+        let before = pages(&engine);
+        for sequence in 0..SEQUENCES {
+            engine.cache.clear(sequence).unwrap();
+            engine.twin.clear(sequence).unwrap();
+        }
+        assert!(engine.cache.trim().unwrap() > 0);
+        assert!(engine.step(&all), "{recipe}: the store is another");
+        assert_eq!(pages(&engine), before, "{recipe}");
+        assert!(!engine.step(&all), "{recipe}: nothing has changed");
+    }
+}
+
 /// Layers that were parted share a layout, and one engine's tensors serve their steps in turn: each is bound to
 /// its own stores.
 #[test]
@@ -201,7 +224,7 @@ fn parted_layers_are_bound_to_their_own_stores() {
     let (mut cache, mut twin) = (parted_layers::cache(&backend), parted_layers::cache(&Cpu::new()));
     let of = LayerTensors::zeroed(backend.device(), &model_steps::shape(), ROWS, ElementType::F32).unwrap();
     let rows = RowLayout::token_major(ROWS, &model_steps::shape());
-    let mut steps = ModelStep::new(&backend, rows, vec![of.clone()], AttendOptions::default()).unwrap();
+    let mut steps = ModelStep::new(&backend, rows, vec![of.clone()]).unwrap();
     let (mut random, mut anew) = (Random::new(7), 0);
     for _ in 0..parted_layers::STEPS {
         let (runs, inputs) = ([TokenRun::decode(0)], model_steps::inputs(&mut random));
@@ -209,7 +232,7 @@ fn parted_layers_are_bound_to_their_own_stores() {
         cache.begin_append(&runs).unwrap();
         parted_layers::check_layout(&cache);
         let mut outputs = Vec::new();
-        for (layer, open) in cache.encode().unwrap().iter().enumerate() {
+        for (layer, open) in cache.open_steps().unwrap().iter().enumerate() {
             assert_eq!(open.layers, [layer]);
             for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(&inputs[layer]) {
                 backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
@@ -228,6 +251,94 @@ fn parted_layers_are_bound_to_their_own_stores() {
         model_steps::compare(&mut twin, &runs, &inputs, &outputs);
     }
     assert_eq!(anew, LAYERS, "each layer is bound once");
+}
+
+/// More steps than there are tables at first, encoded before the first is submitted: each reads its own, and no token
+/// is lost. Those that were dropped without a submission leave their tables to others.
+#[test]
+fn steps_of_one_submission_read_their_own_tables() {
+    const AHEAD: usize = 9;
+    let mut engine = Engine::new(gpu_device::fresh(), "f16");
+    block_on(engine.cache.reserve(&[StoreRoom { pages: 8, spans: 8 }])).unwrap();
+    let (device, queue) = (engine.backend.device().clone(), engine.backend.queue().clone());
+    let mut appended = steps_ahead::Appended::new();
+    for submission in 0..3 {
+        let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut steps = Vec::new();
+        for step in 0..AHEAD {
+            let mut runs: Vec<TokenRun> = (0..1 + (step + submission) % SEQUENCES).map(TokenRun::decode).collect();
+            runs[0] = if step % 4 == 1 { TokenRun::chunk(0, 3) } else { runs[0] };
+            let inputs = steps_ahead::exact_inputs(&mut engine.random);
+            engine.cache.begin_append(&runs).unwrap();
+            let open = engine.cache.open_steps().unwrap().remove(0);
+            let written = engine.steps.write(&open).unwrap();
+            let staged: Vec<_> = inputs.iter().map(|of| steps_ahead::staged(&device, &queue, of)).collect();
+            for (layer, (staged, bound)) in staged.iter().zip(&engine.tensors).enumerate() {
+                steps_ahead::encode_inputs(staged, bound, &mut encoder);
+                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                written.encode_store(layer, &mut pass).unwrap();
+                written.encode_attend(layer, &mut pass).unwrap();
+                drop(pass);
+                bound.output.encode_copy(&staged.output, &mut encoder).unwrap();
+            }
+            if submission == 1 {
+                engine.cache.abandon();
+                continue;
+            }
+            engine.cache.commit().unwrap();
+            steps.push((runs, inputs, staged));
+        }
+        if submission == 1 {
+            continue; // what was encoded is dropped
+        }
+        queue.submit([encoder.finish()]);
+        for (step, (runs, inputs, staged)) in steps.iter().enumerate() {
+            for (layer, (inputs, staged)) in inputs.iter().zip(staged).enumerate() {
+                let expected = appended.attend(layer, runs, inputs);
+                let output = block_on(engine.backend.download(&staged.output)).unwrap();
+                let error = nmse(&output[..expected.len()], &expected);
+                assert!(error < 1e-6, "submission {submission}, step {step}, layer {layer}, {runs:?}: {error:.1e}");
+            }
+        }
+    }
+}
+
+/// One `ModelStep` serves the layers of a step in turn, which hold different tokens, all in one submission.
+#[test]
+fn parts_of_one_submission_read_their_own_tables() {
+    let backend = gpu_device::fresh();
+    let prompt = compressed::Prompt::new(model_steps::shape(), LAYERS, 300, 11);
+    let mut cache = prompt.cache(&backend, &model_steps::recipe("saw-int4"));
+    let mut twin = prompt.cache(&Cpu::new(), &model_steps::recipe("saw-int4"));
+    let policy = Policy::pyramidkv(0.4).unwrap();
+    block_on(cache.compress(0, &prompt.observe(&cache, policy.clone()))).unwrap();
+    block_on(twin.compress(0, &prompt.observe(&twin, policy))).unwrap();
+    assert_ne!(cache.tokens(0, 0), cache.tokens(LAYERS - 1, 0), "layers hold different tokens");
+    let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+    let of = LayerTensors::zeroed(backend.device(), &model_steps::shape(), ROWS, ElementType::F32).unwrap();
+    let mut steps = ModelStep::new(&backend, rows, vec![of.clone()]).unwrap();
+    let mut random = Random::new(7);
+    for _ in 0..3 {
+        let (runs, inputs) = ([TokenRun::decode(0), TokenRun::chunk(1, 4)], model_steps::inputs(&mut random));
+        block_on(cache.reserve_for_append(&runs)).unwrap();
+        cache.begin_append(&runs).unwrap();
+        let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut staged = Vec::new();
+        for (layer, open) in cache.open_steps().unwrap().iter().enumerate() {
+            staged.push(steps_ahead::staged(backend.device(), backend.queue(), &inputs[layer]));
+            steps_ahead::encode_inputs(&staged[layer], &of, &mut encoder);
+            let step = steps.write(open).unwrap();
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            step.encode_store(0, &mut pass).unwrap();
+            step.encode_attend(0, &mut pass).unwrap();
+            drop(pass);
+            of.output.encode_copy(&staged[layer].output, &mut encoder).unwrap();
+        }
+        backend.queue().submit([encoder.finish()]);
+        cache.commit().unwrap();
+        let outputs: Vec<_> = staged.iter().map(|of| block_on(backend.download(&of.output)).unwrap()).collect();
+        model_steps::compare(&mut twin, &runs, &inputs, &outputs);
+    }
 }
 
 /// An engine that submits for itself, with tensors elsewhere in every step and of as many rows as the step.
@@ -251,13 +362,14 @@ fn a_layer_takes_one_submission() {
         }
         block_on(engine.cache.reserve_for_append(&runs)).unwrap();
         engine.cache.begin_append(&runs).unwrap();
-        let open = engine.cache.encode().unwrap().remove(0);
+        let open = engine.cache.open_steps().unwrap().remove(0);
         let written = engine.steps.write(&open).unwrap();
         let before = newest_submission(&engine.backend);
         for (layer, of) in given.iter().enumerate() {
             written.submit(layer, of).unwrap();
         }
-        assert_eq!(newest_submission(&engine.backend) - before - 1, LAYERS as u64);
+        // wgpu gives a number, and submits nothing, for the callback that frees the tables of a submission.
+        assert_eq!(newest_submission(&engine.backend) - before - 1, 2 * LAYERS as u64);
         // Tensors of too few rows, of another type, or those that the layer copies to.
         let few = LayerTensors { keys: given[0].keys.slice(0, 128 * tokens - 64).unwrap(), ..given[0].clone() };
         assert!(matches!(written.submit(0, &few), Err(Error::Elements { .. })));
@@ -268,12 +380,6 @@ fn a_layer_takes_one_submission() {
         let outputs = given.iter().map(|of| block_on(engine.backend.download(&of.output)).unwrap());
         model_steps::compare(&mut engine.twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
     }
-}
-
-/// Number of the newest submission, which is one of nothing.
-fn newest_submission(backend: &Wgpu) -> u64 {
-    let told = format!("{:?}", backend.queue().submit([]));
-    told.chars().filter(char::is_ascii_digit).collect::<String>().parse().unwrap()
 }
 
 /// Prompts in chunks, decoding, windows that are packed, stores that grow and outputs of both types: whatever a model
@@ -287,18 +393,16 @@ fn no_kernel_is_compiled_while_serving() {
         let (device, recipe_of) = (backend.device().clone(), model_steps::recipe(recipe));
         let tensors = vec![LayerTensors::zeroed(&device, &model_steps::shape(), ROWS, of).unwrap(); LAYERS];
         let rows = RowLayout::token_major(ROWS, &model_steps::shape());
-        let options = AttendOptions { query: recipe_of.query(), ..AttendOptions::default() };
-        let mut steps = ModelStep::new(&backend, rows, tensors, options).unwrap();
+        let mut steps = ModelStep::new(&backend, rows, tensors).unwrap();
         let mut cache = model_steps::cache(&backend, &recipe_of);
-        let (layout, stores) = (cache.write_layout(0).unwrap().clone(), recipe_of.stores());
-        block_on(steps.prepare(&layout, stores)).unwrap();
-        block_on(steps.prepare_chunks(&layout, stores, ROWS)).unwrap();
+        block_on(steps.prepare(cache.step_kind(0).unwrap())).unwrap();
+        block_on(steps.prepare_chunks(cache.step_kind(0).unwrap(), ROWS)).unwrap();
         let compiled = || device.get_internal_counters().hal.compute_pipelines.read();
         let prepared = compiled();
         let mut step = |runs: &[TokenRun]| {
             block_on(cache.reserve_for_append(runs)).unwrap();
             cache.begin_append(runs).unwrap();
-            let open = cache.encode().unwrap().remove(0);
+            let open = cache.open_steps().unwrap().remove(0);
             let written = steps.write(&open).unwrap();
             let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -321,6 +425,52 @@ fn no_kernel_is_compiled_while_serving() {
     }
 }
 
+/// The recipe decides on the precision of queries, unless the engine does; and a step that was not encoded in every
+/// layer is not committed.
+#[test]
+fn the_recipe_decides_on_the_precision_of_queries() {
+    let runs = [TokenRun::chunk(0, 9), TokenRun::decode(1)];
+    let outputs = |precision: Option<QueryPrecision>| {
+        let mut engine = Engine::new(gpu_device::fresh(), "int8+query=int8");
+        if let Some(precision) = precision {
+            engine.steps = engine.steps.with_query_precision(precision);
+        }
+        let inputs = model_steps::inputs(&mut engine.random);
+        for (of, inputs) in engine.tensors.iter().zip(&inputs) {
+            for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(inputs) {
+                engine.backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
+            }
+        }
+        block_on(engine.cache.reserve_for_append(&runs)).unwrap();
+        engine.cache.begin_append(&runs).unwrap();
+        for layers in [0, LAYERS - 1, LAYERS] {
+            let open = engine.cache.open_steps().unwrap().remove(0);
+            let step = engine.steps.write(&open).unwrap();
+            let mut encoder =
+                engine.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            for layer in 0..layers {
+                step.encode_store(layer, &mut pass).unwrap();
+                step.encode_attend(layer, &mut pass).unwrap();
+            }
+            drop((pass, open));
+            if layers < LAYERS {
+                assert!(matches!(engine.cache.commit(), Err(Error::Plan { .. })), "{layers} layers are encoded");
+                continue;
+            }
+            engine.backend.queue().submit([encoder.finish()]);
+        }
+        let queries = engine.tensors[1].queries.slice(0, 10 * 4 * 64).unwrap();
+        let called = block_on(engine.cache.attend(1, &queries, ElementType::F32)).unwrap();
+        engine.cache.commit().unwrap();
+        let encoded = block_on(engine.backend.download(&engine.tensors[1].output)).unwrap();
+        let called: Vec<f64> = block_on(engine.backend.download(&called)).unwrap().into_iter().map(f64::from).collect();
+        nmse(&encoded[..called.len()], &called)
+    };
+    assert!(outputs(None) < 1e-9);
+    assert!(outputs(Some(QueryPrecision::Int16)) > 1e-6, "the engine asks for another precision");
+}
+
 /// A step that is not one of these layers, or too long for the tensors, is refused, and can be abandoned.
 #[test]
 fn steps_of_others_are_refused() {
@@ -330,7 +480,7 @@ fn steps_of_others_are_refused() {
     let runs = [TokenRun::chunk(1, ROWS + 1)];
     block_on(engine.cache.reserve_for_append(&runs)).unwrap();
     engine.cache.begin_append(&runs).unwrap();
-    let refused = engine.steps.write(&engine.cache.encode().unwrap()[0]).map(drop);
+    let refused = engine.steps.write(&engine.cache.open_steps().unwrap()[0]).map(drop);
     assert!(matches!(refused, Err(Error::Plan { .. } | Error::Elements { .. })), "{refused:?}");
     engine.cache.abandon();
 
@@ -339,7 +489,7 @@ fn steps_of_others_are_refused() {
     let mut cache = ModelCache::new(&engine.backend, &[(other, recipe)], 1).unwrap();
     block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
     cache.begin_append(&[TokenRun::decode(0)]).unwrap();
-    let refused = engine.steps.write(&cache.encode().unwrap()[0]).map(drop);
+    let refused = engine.steps.write(&cache.open_steps().unwrap()[0]).map(drop);
     assert!(refused.is_err());
     // Nothing was broken by it.
     engine.step(&[TokenRun::decode(0), TokenRun::decode(1)]);

@@ -11,7 +11,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::ProgressBar;
 use kvpack::conformance::{self, Accuracy, Check, Kind, Report, Support};
 use kvpack::{AttentionShape, Backend};
-use kvpack_report::{CheckOutcome, CheckRow, ConformanceReport, Run};
+use kvpack_report::{CheckOutcome, CheckRow, ConformanceReport, Run, recipes};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
@@ -309,21 +309,17 @@ impl Row {
 /// A table whose rows are printed one by one: its widths are known before.
 struct RowTable {
     name: usize,
-    subject: usize,
 }
 
 impl RowTable {
     fn new(checks: &[Check]) -> Self {
-        let longest = |text: fn(&Check) -> String| checks.iter().map(|check| text(check).chars().count()).max();
-        Self {
-            name: longest(|check| check.name().into()).unwrap_or_default().max("check".len()),
-            subject: longest(Check::subject).unwrap_or_default().clamp("of".len(), MOST_SUBJECT),
-        }
+        let longest = checks.iter().map(|check| check.name().chars().count()).max();
+        Self { name: longest.unwrap_or_default().max("check".len()) }
     }
 
     fn line(&self, [name, subject, nmse, worst, informative, limit, verdict]: [&str; 7]) -> Result<()> {
-        let (width, of) = (self.name, self.subject);
-        Ok(say!("{verdict:<11} {name:<width$} {nmse:>8} {worst:>10} {informative:>11} {limit:>6}  {subject:<of$}")?)
+        let width = self.name;
+        Ok(say!("{verdict:<11} {name:<width$} {nmse:>8} {worst:>10} {informative:>11} {limit:>6}  {subject}")?)
     }
 
     fn heading(&self) -> Result<()> {
@@ -342,7 +338,7 @@ impl RowTable {
         };
         self.line([
             row.check.name(),
-            &row.check.subject(),
+            &subject(&row.check),
             &number(|accuracy| Some(accuracy.error.nmse)),
             &number(|accuracy| Some(accuracy.error.worst_head)),
             &number(|accuracy| accuracy.error.informative),
@@ -356,8 +352,18 @@ impl RowTable {
     }
 }
 
-/// The maximum width of the column of subjects in characters. A longer subject exceeds the column.
-const MOST_SUBJECT: usize = 60;
+/// What a check is about: the recipes whose formats it stores, as a user can paste them, then the formats or sizes.
+fn subject(check: &Check) -> String {
+    let subject = check.subject();
+    let Ok(shape) = AttentionShape::new(32, 8, 128) else { return subject };
+    let mut named: Vec<String> = Vec::new();
+    for recipe in check.stored_formats().iter().filter_map(|format| recipes::of_format(format, &shape)) {
+        if recipe != subject && !named.contains(&recipe) {
+            named.push(recipe);
+        }
+    }
+    if named.is_empty() { subject } else { format!("{}: {subject}", named.join(" + ")) }
+}
 
 #[cfg(test)]
 mod tests {

@@ -38,6 +38,7 @@ fn check_passes_on_the_cpu() {
     let run = kvpack(&["check", "--backend", "cpu", "--quick", "--filter", "format-"]);
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     assert!(run.out.contains("format-1bit ") && run.out.contains(" 0 failed"), "{}", run.out);
+    assert!(run.out.contains("  calibquant:4: 4-bit per channel\n") && run.out.contains("  f16\n"), "{}", run.out);
     // Several at once come in the order of one after the other.
     let names = |run: &common::Run| {
         let rows = run.out.lines().filter(|line| line.starts_with("ok "));
@@ -163,6 +164,24 @@ fn models_that_cannot_run_are_errors() {
 }
 
 #[test]
+fn bench_times_prompts_that_it_checked() {
+    let bench = json(&["bench", "--backend", "cpu", "--suite", "prefill", "--format", "saw-int4", "--json"]);
+    let rows = bench["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 6, "three batches in f16 and in a packed format");
+    for row in rows {
+        assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["tflops"].as_f64() > Some(0.0), "{row}");
+        let us = row["wall_us"].as_f64().unwrap();
+        assert!(row["low_us"].as_f64().unwrap() <= us && us <= row["high_us"].as_f64().unwrap(), "{row}");
+    }
+    let unknown = kvpack(&["bench", "--backend", "cpu", "--suite", "prefill", "--format", "saw-int5"]);
+    assert!(
+        unknown.code == 2 && unknown.err.contains("did you mean") && unknown.err.contains("saw-int4"),
+        "{}",
+        unknown.err
+    );
+}
+
+#[test]
 fn bench_takes_a_dump() {
     let bench = json(&[
         "bench",
@@ -199,7 +218,7 @@ fn eval_at_one_bit_is_small_and_calibration_does_not_lose() {
     let run = kvpack(&["compare", &old, &new, "--out", compared.to_str().expect("UTF-8")]);
     assert_eq!(run.code, 0, "{}", run.err);
     let page = std::fs::read_to_string(&compared).expect("the compared page");
-    assert!(page.contains("<th>old</th><th>new</th>") && page.contains("<h1>old · new</h1>"), "{page}");
+    assert!(page.contains("<th>old</th><th>new</th>") && page.contains("<h1>kvpack: old and new</h1>"), "{page}");
     std::fs::remove_file(compared).expect("it was written");
     for extension in ["json", "html"] {
         std::fs::remove_file(files.with_extension(extension)).expect("it was written");

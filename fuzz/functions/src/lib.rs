@@ -4,6 +4,7 @@
 //! Each may refuse what it is given, but panic only over a mistake of kvpack's.
 
 mod cache;
+pub mod mutate;
 
 use kvpack::AttentionShape;
 use kvpack::cache::{Appended, KvCache, ModelRecipe};

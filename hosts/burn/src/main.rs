@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use kvpack::AttentionShape;
-use kvpack::backend::{AttendOptions, Device as _};
+use kvpack::backend::Device as _;
 use kvpack::cache::{ModelCache, ModelRecipe, PromptSpan, Recipe, TokenRun};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use kvpack::wgpu::{LayerTensors, ModelStep, Wgpu};
@@ -70,8 +70,7 @@ impl<'a> Hosted<'a> {
         // Layers run one after the other, and so they share the tensors that kvpack's kernels read and write.
         let of = if of == DType::F16 { ElementType::F16 } else { ElementType::F32 };
         let tensors = vec![LayerTensors::zeroed(backend.device(), &shape, PROMPTS.len(), of)?; LAYERS];
-        let options = AttendOptions { query: recipe.query(), ..AttendOptions::default() };
-        let steps = ModelStep::new(backend, RowLayout::token_major(PROMPTS.len(), &shape), tensors, options)?;
+        let steps = ModelStep::new(backend, RowLayout::token_major(PROMPTS.len(), &shape), tensors)?;
         Ok(Self { shape, layers, cache, steps, dense: Vec::new() })
     }
 
@@ -102,7 +101,7 @@ impl<'a> Hosted<'a> {
         let runs: Vec<TokenRun> = (0..PROMPTS.len()).map(TokenRun::decode).collect();
         block_on(self.cache.reserve_for_append(&runs))?;
         self.cache.begin_append(&runs)?;
-        let open = self.cache.encode()?.remove(0);
+        let open = self.cache.open_steps()?.remove(0);
         let step = self.steps.write(&open)?;
         let (mut outputs, mut projected) = (Vec::new(), Vec::new());
         for (number, layer) in self.layers.iter().enumerate() {

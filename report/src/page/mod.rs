@@ -82,7 +82,8 @@ pub fn compare(named: &[(String, Measured)]) -> String {
             Measured::Causal(report) => suites[1].push(Subject { name, report }),
             Measured::Chunks(report) => suites[2].push(Subject { name, report }),
             Measured::Evict(report) => suites[3].push(Subject { name, report }),
-            Measured::Step(report) => suites[4].push(Subject { name, report }),
+            Measured::Prefill(report) => suites[4].push(Subject { name, report }),
+            Measured::Step(report) => suites[5].push(Subject { name, report }),
         }
     }
     // CUDA first, so that it has the colour that it has in every other plot.
@@ -120,7 +121,7 @@ pub fn compare(named: &[(String, Measured)]) -> String {
 }
 
 /// Suites with rows of their own: a headline, and what their rows are about. In the order of [`Measured`].
-const SUITES: [(&str, &str); 5] = [
+const SUITES: [(&str, &str); 6] = [
     (
         "Storing new tokens",
         "append_us: microseconds to store one token for each sequence. pack_us: microseconds per step to pack full pages, spread over the 128 steps \
@@ -137,6 +138,10 @@ const SUITES: [(&str, &str); 5] = [
     (
         "Eviction",
         "kernels_us: microseconds of the kernels. call_us: microseconds of the call by the wall clock, with its work on the host.",
+    ),
+    (
+        "Prompts and drafts",
+        "wall_us: microseconds of a call of KvCache::attend_into by the wall clock, the median; half of the samples lie from low_us to high_us. tflops:          10^12 operations per second.",
     ),
     (
         "Whole decode steps",

@@ -7,11 +7,12 @@
 mod prompts;
 
 use super::change::{Change, Undo};
-use super::room::{Lease, Room, StoreRoom};
+use super::room::{Lease, Room, SequencePages, StoreRoom};
 use super::sequence::{NextSlot, Sequence, Span, Window};
 use super::slots::Slots;
 use super::step::CentreWrite;
 use super::{Appended, CENTRE_TOKENS, PromptSpan, Recipe, StoreId, TokenRun};
+use crate::counts::TokenCount;
 use crate::format::TILE_TOKENS;
 use crate::plan::{KeyMean, PageCopy, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
@@ -72,11 +73,12 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Room that appending needs, by store.
     ///
     /// # Errors
-    /// Those of [`PageTables::check_runs`].
+    /// Those of [`PageTables::check_runs`] and of [`PageTables::check_longer`].
     pub(super) fn room_for_append(&self, runs: &[TokenRun], tokens: usize) -> Result<Vec<StoreRoom>> {
         self.check_runs(runs, tokens)?;
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for run in runs {
+            self.check_longer(run.sequence(), run.tokens())?;
             let sequence = &self.sequences[run.sequence()];
             let (mut from, length) = (sequence.length, sequence.length.saturating_add(run.tokens()));
             // Tokens before the sink's end come first, then those after it. Only the first ones can meet an open page.
@@ -103,10 +105,12 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Room that the spans of a prompt need, by store.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names a store that the recipe does not have.
+    /// [`Error::Plan`] when a span names a store that the recipe does not have, [`Error::Limit`] when one has more
+    /// tokens than a sequence may have.
     pub(super) fn room_for_prompt(&self, spans: &[PromptSpan<'_, I>]) -> Result<Vec<StoreRoom>> {
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for span in spans {
+            TokenCount::new(span.tokens.len())?;
             let room = &mut needed[self.recipe.resolve(span.store)?.index()];
             room.pages += span.tokens.len().div_ceil(TILE_TOKENS);
             room.spans += 1;
@@ -123,28 +127,46 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Checks that this much room is free.
     ///
     /// # Errors
-    /// [`Error::Limit`].
-    fn check_room(&self, needed: &[StoreRoom]) -> Result<()> {
-        let short = |what: &str, store: &dyn std::fmt::Display, needed: usize, free: usize| {
-            let what = format!("{what} of the store of {store}");
-            let hint = "reserve more, or free, truncate or swap out sequences";
-            Err(Error::Limit { what, needed: needed as u64, allowed: free as u64, hint })
+    /// [`Error::NoRoom`].
+    pub(super) fn check_room(&self, needed: &[StoreRoom]) -> Result<()> {
+        let short = |what, store: &super::StoreFormat, needed: usize, free: usize| {
+            let store = store.format.to_string();
+            Err(Error::NoRoom { what, store, needed: needed as u64, free: free as u64 })
         };
+        let stores = self.recipe.stores();
         if self.lacks_centres() {
-            let (needed, allowed) = (self.sequences.len() as u64, self.centres.len() as u64);
-            let hint = "reserve room before a step is opened";
-            return Err(Error::Limit { what: "centres of sequences".into(), needed, allowed, hint });
+            return short("centres", &stores[0], self.sequences.len(), self.centres.len());
         }
-        for ((needed, room), store) in needed.iter().zip(&self.rooms).zip(self.recipe.stores()) {
+        for ((needed, room), store) in needed.iter().zip(&self.rooms).zip(stores) {
             if room.free_pages() < needed.pages {
-                return short("free pages", &store.format, needed.pages, room.free_pages());
+                return short("pages", store, needed.pages, room.free_pages());
             }
             let missing = room.missing_slots(needed.spans);
             if missing > 0 {
-                return short("free range slots", &store.format, needed.spans, needed.spans - missing);
+                return short("range slots", store, needed.spans, needed.spans - missing);
             }
         }
         Ok(())
+    }
+
+    /// Checks that a sequence may become longer by so many tokens.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Limit`].
+    pub(super) fn check_longer(&self, sequence: usize, tokens: usize) -> Result<()> {
+        TokenCount::new(self.sequence(sequence)?.length.saturating_add(tokens)).map(drop)
+    }
+
+    /// Pages of a sequence, by store.
+    pub(super) fn pages_of(&self, sequence: usize) -> Result<Vec<SequencePages>> {
+        let mut pages = vec![SequencePages::default(); self.rooms.len()];
+        for span in &self.sequence(sequence)?.spans {
+            let (of, room) = (&mut pages[span.store.index()], self.room(span.store));
+            let shared = span.lease.pages.iter().filter(|page| room.is_shared(**page)).count();
+            of.shared += shared;
+            of.own += span.lease.pages.len() - shared;
+        }
+        Ok(pages)
     }
 
     /// Checks that runs name sequences, each once, and have `tokens` tokens together.
@@ -177,7 +199,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// of the residual window.
     ///
     /// # Errors
-    /// Those of [`PageTables::room_for_append`], and [`Error::Limit`] when too little room is free. Nothing has
+    /// Those of [`PageTables::room_for_append`], and [`Error::NoRoom`] when too little room is free. Nothing has
     /// changed.
     pub(super) fn append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<I>> {
         let needed = self.room_for_append(runs, tokens)?;
@@ -205,7 +227,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Packs every full window of a sequence that is due.
     ///
     /// # Errors
-    /// [`Error::Sequence`], or [`Error::Limit`] when too little room is free. Nothing has changed.
+    /// [`Error::Sequence`], or [`Error::NoRoom`] when too little room is free. Nothing has changed.
     pub(super) fn pack_windows(&mut self, sequence: usize) -> Result<Change<I>> {
         let needed = self.room_for_windows(sequence)?;
         self.check_room(&needed)?;
@@ -232,7 +254,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     ///
     /// # Errors
     /// [`Error::Sequence`], or [`Error::Plan`] when the recipe has no centres or the sequence is not empty;
-    /// [`Error::Limit`] when there is no room for centres. Nothing has changed.
+    /// [`Error::NoRoom`] when there is no room for centres. Nothing has changed.
     pub(super) fn set_centre(&mut self, sequence: usize) -> Result<Change<I>> {
         let reject = |reason: String| Err(Error::Plan { what: "centre", reason });
         let held = self.sequence(sequence)?;
@@ -270,35 +292,38 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(Some(mean))
     }
 
-    /// Room for a sequence that was taken to the host, in an empty one.
+    /// Checks that a sequence holds nothing.
     ///
     /// # Errors
-    /// [`Error::Sequence`], or [`Error::Plan`] when the sequence holds tokens.
-    pub(super) fn room_for_sequence(&self, index: usize, swapped: &Sequence<I>) -> Result<Vec<StoreRoom>> {
+    /// [`Error::Sequence`], or [`Error::Plan`] when it holds tokens or a centre.
+    pub(super) fn check_empty(&self, index: usize) -> Result<()> {
         let held = self.sequence(index)?;
-        if held.length > 0 || held.centre.is_some() {
-            let length = held.length;
-            let reason =
-                format!("sequence {index} holds {length} tokens, or a centre; clear it, or swap in to another");
-            return Err(Error::Plan { what: "swap", reason });
+        if held.length == 0 && held.centre.is_none() {
+            return Ok(());
         }
+        let length = held.length;
+        let reason = format!("sequence {index} holds {length} tokens, or a centre; clear it, or swap in to another");
+        Err(Error::Plan { what: "swap", reason })
+    }
+
+    /// Room for a sequence that was taken to the host.
+    pub(super) fn room_for_sequence(&self, swapped: &Sequence<I>) -> Vec<StoreRoom> {
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for span in &swapped.spans {
             let room = &mut needed[span.store.index()];
             room.pages += span.tokens.div_ceil(TILE_TOKENS);
             room.spans += 1;
         }
-        Ok(needed)
+        needed
     }
 
     /// Gives an empty sequence the spans of one that was swapped out, with pages of its own to write them to.
     ///
     /// # Errors
-    /// Those of [`PageTables::room_for_sequence`], and [`Error::Limit`] when too little room is free. Nothing has
-    /// changed.
+    /// Those of [`PageTables::check_empty`], and [`Error::NoRoom`] when too little room is free. Nothing has changed.
     pub(super) fn restore(&mut self, index: usize, swapped: &Sequence<I>) -> Result<Change<I>> {
-        let needed = self.room_for_sequence(index, swapped)?;
-        self.check_room(&needed)?;
+        self.check_empty(index)?;
+        self.check_room(&self.room_for_sequence(swapped))?;
         let mut change = Change::new(&self.recipe);
         self.remember(&mut change, index, 0);
         let mut restored = swapped.clone();

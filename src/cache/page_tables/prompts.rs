@@ -6,7 +6,6 @@ use super::super::prompt::check_spans;
 use super::super::sequence::{Positions, Span};
 use super::PageTables;
 use crate::Result;
-use crate::counts::TokenCount;
 use crate::format::TILE_TOKENS;
 use crate::plan::{Rows, TokenIndices};
 
@@ -15,8 +14,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     ///
     /// # Errors
     /// [`Error::Sequence`](crate::Error::Sequence), [`Error::PromptSpans`](crate::Error::PromptSpans),
-    /// [`Error::NoTokens`](crate::Error::NoTokens), or [`Error::Limit`](crate::Error::Limit) when too little room is
-    /// free. Nothing has changed.
+    /// [`Error::NoTokens`](crate::Error::NoTokens), [`Error::Limit`](crate::Error::Limit) for too many tokens, or
+    /// [`Error::NoRoom`](crate::Error::NoRoom). Nothing has changed.
     pub(in crate::cache) fn prefill(
         &mut self,
         sequence: usize,
@@ -32,34 +31,48 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// spans. [`PageTables::spans_since`] lists the writes.
     ///
     /// # Errors
-    /// [`Error::Sequence`](crate::Error::Sequence), or [`Error::Limit`](crate::Error::Limit) when too little room is
-    /// free or the sequence grows beyond [`MOST_TOKENS`](crate::plan::MOST_TOKENS). Nothing has changed.
+    /// [`Error::Sequence`](crate::Error::Sequence), [`Error::Limit`](crate::Error::Limit) when the sequence grows
+    /// beyond [`MOST_TOKENS`](crate::plan::MOST_TOKENS), or [`Error::NoRoom`](crate::Error::NoRoom). Nothing has
+    /// changed.
     pub(in crate::cache) fn keep(
         &mut self,
         sequence: usize,
         tokens: usize,
         spans: &[PromptSpan<'_, I>],
     ) -> Result<Change<I>> {
-        self.sequence(sequence)?;
+        self.check_longer(sequence, tokens)?;
         let needed = self.room_for_prompt(spans)?;
         self.check_room(&needed)?;
         let base = self.sequences[sequence].length;
-        let length = TokenCount::new(base.saturating_add(tokens))?.get();
         let mut change = Change::new(&self.recipe);
         let first = self.sequences[sequence].spans.len();
         self.remember(&mut change, sequence, first);
         self.begin_centre(&mut change, sequence, 0, tokens)?;
         self.push_spans(&mut change, sequence, base, spans)?;
-        self.sequences[sequence].length = length;
+        self.sequences[sequence].length = base + tokens;
         Ok(change)
+    }
+
+    /// Notes which tokens every layer gathers in the newest span of a sequence: as many, but others.
+    pub(in crate::cache) fn differ_in_layers(&mut self, sequence: usize, indices: Vec<I>) {
+        if let Some(newest) = self.sequences[sequence].spans.last_mut() {
+            newest.of_layers = indices;
+        }
+    }
+
+    /// The page tables of one of the layers that share these.
+    pub(in crate::cache) fn of_layer(&self, layer: usize) -> Self {
+        let mut alone = self.clone();
+        alone.sequences.iter_mut().for_each(|sequence| *sequence = sequence.in_layers(layer..layer + 1));
+        alone
     }
 
     /// Stores these spans, whose positions count from the beginning of the sequence, in place of its whole contents.
     /// Its length and its centre stay. [`PageTables::spans_since`] lists the writes.
     ///
     /// # Errors
-    /// [`Error::Sequence`](crate::Error::Sequence), or [`Error::Limit`](crate::Error::Limit) when too little room is
-    /// free beside what is replaced.
+    /// [`Error::Sequence`](crate::Error::Sequence), or [`Error::NoRoom`](crate::Error::NoRoom) when too little room is
+    /// free in addition to what is replaced.
     /// Nothing has changed.
     pub(in crate::cache) fn replace(&mut self, sequence: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
         self.sequence(sequence)?;
@@ -89,7 +102,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
                 Rows::Run(run) => Positions::From(base + run.start()),
                 Rows::Gather(indices) => Positions::Gathered { base, indices: indices.clone() },
             };
-            self.sequences[sequence].spans.push(Span { store, tokens, positions, lease, window: false });
+            let of_layers = Vec::new();
+            self.sequences[sequence].spans.push(Span { store, tokens, positions, of_layers, lease, window: false });
         }
         Ok(())
     }

@@ -170,10 +170,18 @@ impl AttendStep {
         Ok(())
     }
 
-    /// Checks that queries and output have at least the rows of the plan.
-    pub(in crate::cuda) fn check_rows(&self, queries: &Tensor, output: &Tensor) -> Result<()> {
+    /// Checks that tensors have at least the rows of the plan.
+    pub(in crate::cuda) fn check_rows(&self, AttendTensors { queries, output, lse }: AttendTensors<'_>) -> Result<()> {
         self.query_rows.check_room("queries", queries.elements(), self.rows, &self.shape)?;
-        self.output_rows.check_room("output", output.elements(), self.rows, &self.shape)
+        self.output_rows.check_room("output", output.elements(), self.rows, &self.shape)?;
+        let heads = self.shape.query_heads();
+        match lse.map(Tensor::elements).filter(|&given| given < self.rows * heads) {
+            None => Ok(()),
+            Some(given) => {
+                let shape = format!("{} queries × {heads} query heads", self.rows);
+                Err(Error::Elements { what: "log-sum-exps", given, expected: self.rows * heads, shape })
+            }
+        }
     }
 
     /// Whether bindings for another step serve this one: they have the same kernels, and tables and scratch of the same

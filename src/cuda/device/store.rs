@@ -131,6 +131,11 @@ impl Store {
         Ok(())
     }
 
+    /// Drops the newest shard, if there is one. Steps that were bound before keep it.
+    pub(crate) fn drop_shard(&mut self) {
+        self.shards.pop();
+    }
+
     /// Grows the span ranges to at least `slots` slots. Steps that were bound before still read the old ones.
     pub(crate) fn reserve_ranges(&mut self, stream: &Arc<CudaStream>, slots: usize) -> Result<()> {
         if !self.format.has_span_ranges() || slots <= self.range_slots {

@@ -11,7 +11,7 @@
 //! queries together); and one `merge_states`, unless the last workgroup of `attend` merges. Each launch waits for the
 //! previous one, which costs more than the work of small ones.
 
-use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES};
+use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
 use super::attend_launches::{Builder, block_queries};
 use super::merge_states::LseOutput;
 use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
@@ -21,6 +21,7 @@ use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreWork, Work};
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard;
+use crate::wgpu::device::shader::is_table;
 use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
@@ -39,6 +40,31 @@ pub struct AttendStep {
     scratch: ScratchBytes,
 }
 
+/// How many rows tensors have.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rows {
+    /// Those of the plan.
+    Exact,
+    /// At least those.
+    Room,
+}
+
+impl Rows {
+    fn check(
+        self,
+        layout: &QueryLayout,
+        what: &'static str,
+        elements: usize,
+        rows: usize,
+        of: &AttentionShape,
+    ) -> Result<()> {
+        match self {
+            Self::Exact => layout.check(what, elements, rows, of),
+            Self::Room => layout.check_room(what, elements, rows, of),
+        }
+    }
+}
+
 /// Bytes of all tables of a step, and some for what lies between them.
 fn table_bytes(work: &Work) -> usize {
     let of_segment = |segment: &StoreWork| {
@@ -47,9 +73,6 @@ fn table_bytes(work: &Work) -> usize {
     let bytes = work.segments().iter().map(of_segment).sum::<usize>() + size_of_val(work.rows());
     bytes + bytes / 4 + 4096
 }
-
-/// [`QueryLayout::check`], or [`QueryLayout::check_room`].
-type CheckRows = fn(&QueryLayout, &'static str, usize, usize, &AttentionShape) -> Result<()>;
 
 impl AttendStep {
     /// Decides the kernels of `plan` on a device with `capabilities`, for queries of `input` elements.
@@ -90,8 +113,9 @@ impl AttendStep {
         plan: &AttendPlan,
         input: ElementType,
         options: AttendOptions,
+        lse: LseOutput,
     ) -> Result<Self> {
-        Self::decide(capabilities, plan, input, options, (LseOutput::None, Sizing::Classes))
+        Self::decide(capabilities, plan, input, options, (lse, Sizing::Classes))
     }
 
     fn decide(
@@ -172,7 +196,7 @@ impl AttendStep {
         scratch: &Scratch,
         tensors: AttendTensors<'_>,
     ) -> Result<Launches> {
-        self.check_tensors(kernels, tensors, QueryLayout::check)?;
+        self.check_tensors(kernels, tensors, Rows::Exact)?;
         self.check_stores(stores)?;
         self.bind_checked(kernels, stores, scratch, tensors)
     }
@@ -186,7 +210,7 @@ impl AttendStep {
         scratch: &Scratch,
         tensors: AttendTensors<'_>,
     ) -> Result<Launches> {
-        self.check_tensors(kernels, tensors, QueryLayout::check_room)?;
+        self.check_tensors(kernels, tensors, Rows::Room)?;
         self.bind_checked(kernels, stores, scratch, tensors)
     }
 
@@ -199,11 +223,12 @@ impl AttendStep {
             && self.launches.iter().zip(&other.launches).all(same)
     }
 
-    /// Checks that queries and output have at least the rows of the plan.
-    pub(in crate::wgpu) fn check_rows(&self, queries: &Tensor, output: &Tensor) -> Result<()> {
+    /// Checks that tensors have at least the rows of the plan.
+    pub(in crate::wgpu) fn check_rows(&self, tensors: AttendTensors<'_>) -> Result<()> {
         let (shape, rows) = (self.work.shape(), self.work.rows().len());
-        self.query_rows.check_room("queries", queries.elements(), rows, shape)?;
-        self.output_rows.check_room("output", output.elements(), rows, shape)
+        self.query_rows.check_room("queries", tensors.queries.elements(), rows, shape)?;
+        self.output_rows.check_room("output", tensors.output.elements(), rows, shape)?;
+        tensors.lse.map_or(Ok(()), |lse| self.check_lse(lse, Rows::Room))
     }
 
     /// Workgroups of the launches, in order.
@@ -227,7 +252,10 @@ impl AttendStep {
                 let bindings = launch
                     .buffers
                     .iter()
-                    .map(|&(name, slot)| Ok((name, buffers.binding(slot)?)))
+                    .map(|&(name, slot)| {
+                        debug_assert_eq!(is_table(name), matches!(slot, Slot::Tables(_)), "{name}");
+                        Ok((name, buffers.binding(slot)?))
+                    })
                     .collect::<Result<Vec<_>>>()?;
                 let [x, y] = launch.workgroups;
                 Launch::new(kernels, &launch.variant, &bindings, [x, y, 1])
@@ -238,7 +266,7 @@ impl AttendStep {
         Ok(launches)
     }
 
-    fn check_tensors(&self, kernels: &Kernels, tensors: AttendTensors<'_>, check_rows: CheckRows) -> Result<()> {
+    fn check_tensors(&self, kernels: &Kernels, tensors: AttendTensors<'_>, has: Rows) -> Result<()> {
         if tensors.queries.overlaps(tensors.output) {
             let reason = "it overlaps the queries, which are read while outputs are written";
             return Err(Error::Buffer { what: "output", reason: reason.into() });
@@ -261,13 +289,9 @@ impl AttendStep {
             };
             return Err(Error::Buffer { what: "log-sum-exps", reason: reason.into() });
         }
-        check_rows(&self.query_rows, "queries", tensors.queries.elements(), rows, shape)?;
-        check_rows(&self.output_rows, "output", tensors.output.elements(), rows, shape)?;
-        if let Some(lse) = tensors.lse.filter(|lse| lse.elements() != rows * shape.query_heads()) {
-            let (given, expected) = (lse.elements(), rows * shape.query_heads());
-            let shape = format!("{rows} queries × {} query heads", shape.query_heads());
-            return Err(Error::Elements { what: "log-sum-exps", given, expected, shape });
-        }
+        has.check(&self.query_rows, "queries", tensors.queries.elements(), rows, shape)?;
+        has.check(&self.output_rows, "output", tensors.output.elements(), rows, shape)?;
+        tensors.lse.map_or(Ok(()), |lse| self.check_lse(lse, has))?;
         let given = [
             Some(("queries", tensors.queries, self.input)),
             Some(("output", tensors.output, self.output)),
@@ -283,6 +307,16 @@ impl AttendStep {
             tensor.check_aligned(what, &kernels.device().limits())?;
         }
         Ok(())
+    }
+
+    fn check_lse(&self, lse: &Tensor, has: Rows) -> Result<()> {
+        let (rows, heads, given) = (self.work.rows().len(), self.work.shape().query_heads(), lse.elements());
+        let expected = rows * heads;
+        if given == expected || (has == Rows::Room && given > expected) {
+            return Ok(());
+        }
+        let shape = format!("{rows} queries × {heads} query heads");
+        Err(Error::Elements { what: "log-sum-exps", given, expected, shape })
     }
 
     fn check_scratch(&self, scratch: &Scratch) -> Result<()> {

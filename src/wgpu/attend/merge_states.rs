@@ -7,7 +7,7 @@ use crate::wgpu::device::Variant;
 
 /// Whether the log-sum-exp is returned in addition to the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LseOutput {
+pub(in crate::wgpu) enum LseOutput {
     /// It is not.
     None,
     /// It is, as f32.

@@ -25,6 +25,7 @@ pub use attend_buffers::AttendTensors;
 pub(super) use attend_run::full_runs;
 pub use attend_step::AttendStep;
 pub use merge_pair::MergePairPlan;
+pub(super) use merge_states::LseOutput;
 pub use scratch::{Scratch, ScratchBytes};
 pub use uncentre_lse::UncentreLsePlan;
 

@@ -73,6 +73,23 @@ impl Scratch {
         .map(|(what, bytes, usage)| (what, bytes.next_multiple_of(4).max(4), usage))
     }
 
+    /// The same scratch with other tables, for steps that share all but these. See [`Scratch::new_now`].
+    pub(in crate::wgpu) fn with_tables_now(&self, device: &wgpu::Device, bytes: u64) -> Result<Self> {
+        let [(what, bytes, usage), ..] = Self::buffers(ScratchBytes { tables: bytes, ..ScratchBytes::default() });
+        Ok(Self { tables: buffers::create_now(device, what, bytes, usage)?, ..self.clone() })
+    }
+
+    /// Its bytes, each at least those of `bytes`.
+    pub(in crate::wgpu) fn grown_to(&self, bytes: ScratchBytes) -> ScratchBytes {
+        ScratchBytes {
+            tables: bytes.tables.max(self.tables.size()),
+            queries: bytes.queries.max(self.queries.size()),
+            scores: bytes.scores.max(self.scores.size()),
+            states: bytes.states.max(self.states.size()),
+            arrived: bytes.arrived.max(self.arrived.size()),
+        }
+    }
+
     /// True if a step that needs `bytes` may use this scratch.
     pub fn holds(&self, bytes: ScratchBytes) -> bool {
         self.tables.size() >= bytes.tables

@@ -2,7 +2,7 @@
 
 mod selection;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
@@ -20,7 +20,7 @@ use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard::Request;
 use crate::wgpu::device::{
     Capabilities, Checks, Indices, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers,
-    guard, store,
+    guard, span_bytes, store,
 };
 use crate::wgpu::pack::{
     DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, StoreStep, WriteMemory,
@@ -32,6 +32,9 @@ use crate::{Error, Result};
 const SCRATCH_BYTES: u64 = 16 << 20;
 
 /// A device with its queue, its compiled kernels and its capabilities. Cheap to clone.
+///
+/// Natively the futures of calls that wait for the device are ready when they are first polled: they block their thread
+/// in `wgpu::Device::poll` until the device is done. Run them where a thread may block.
 ///
 /// A browser runs calls in another process, which reports their errors later. Calls that wait (`upload`, `attend`,
 /// `download`, ...) await these errors. An error of a call that does not wait (`quantize`, `append`, ...) is kept, and
@@ -49,12 +52,31 @@ const SCRATCH_BYTES: u64 = 16 << 20;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// Where the device has [`wgpu::Features::PIPELINE_CACHE`], kernels that were compiled once need not be again:
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use kvpack::wgpu::{Checks, Kernels, Wgpu};
+/// # fn example(device: wgpu::Device, queue: wgpu::Queue, earlier: &[u8]) -> kvpack::Result<()> {
+/// let descriptor = wgpu::PipelineCacheDescriptor { label: None, data: Some(earlier), fallback: true };
+/// // SAFETY: `earlier` is what `get_data` returned on such a device, or empty.
+/// let pipelines = unsafe { device.create_pipeline_cache(&descriptor) };
+/// let kernels = Kernels::new(&device, Checks::default()).with_pipeline_cache(pipelines.clone());
+/// let backend = Wgpu::with_kernels(queue, Arc::new(kernels))?;
+/// // Once `ModelStep::prepare` has compiled all kernels:
+/// let data = pipelines.get_data(); // keep it for the next process
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Wgpu {
     queue: wgpu::Queue,
     kernels: Arc<Kernels>,
     capabilities: Capabilities,
     scratch: Arc<Mutex<Option<Scratch>>>,
+    /// What the steps that engines encode share, as long as one of them is bound.
+    step_scratch: Arc<Mutex<Weak<Scratch>>>,
 }
 
 impl Wgpu {
@@ -74,7 +96,7 @@ impl Wgpu {
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
     pub fn with_kernels(queue: wgpu::Queue, kernels: Arc<Kernels>) -> Result<Self> {
         let capabilities = Capabilities::from_device(kernels.device())?;
-        Ok(Self { queue, kernels, capabilities, scratch: Arc::default() })
+        Ok(Self { queue, kernels, capabilities, scratch: Arc::default(), step_scratch: Arc::default() })
     }
 
     /// The backend on a device of its own: that of the named adapter, or of the best one, see
@@ -131,6 +153,22 @@ impl Wgpu {
         }
         let scratch = Scratch::new(self.device(), bytes).await?;
         *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = Some(scratch.clone());
+        Ok(scratch)
+    }
+
+    /// Scratch of steps that engines encode, but for their tables. Commands run in the order of the queue, and those of
+    /// a layer's attention follow each other, so one piece serves the steps of all layers and models on the device. A
+    /// step that needs more than there is gets a larger piece, and later ones share that.
+    pub(in crate::wgpu) fn step_scratch(&self, bytes: ScratchBytes) -> Result<Arc<Scratch>> {
+        let mut kept = self.step_scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = ScratchBytes { tables: 0, ..bytes };
+        let larger = match kept.upgrade() {
+            Some(scratch) if scratch.holds(bytes) => return Ok(scratch),
+            Some(scratch) => scratch.grown_to(bytes),
+            None => bytes,
+        };
+        let scratch = Arc::new(Scratch::new_now(self.device(), larger)?);
+        *kept = Arc::downgrade(&scratch);
         Ok(scratch)
     }
 
@@ -228,6 +266,14 @@ impl Storage for Wgpu {
         store.add_shard(self.device(), pages).await
     }
 
+    fn drop_shard(&self, store: &mut Store) {
+        store.drop_shard();
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        None // wgpu tells of no device how much memory it has
+    }
+
     async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
         store.reserve_ranges(self.device(), &self.queue, slots).await
     }
@@ -236,8 +282,8 @@ impl Storage for Wgpu {
         store.reserve_centres(self.device(), &self.queue, slots).await
     }
 
-    async fn read_span(&self, store: &Store, place: SpanPlace<'_>) -> Result<SpanBytes> {
-        store.read_span(self.device(), &self.queue, place).await
+    async fn read_spans(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        span_bytes::read_all(self.device(), &self.queue, places).await
     }
 
     fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

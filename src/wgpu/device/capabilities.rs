@@ -3,8 +3,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use futures::FutureExt;
-
 use crate::{Error, Result};
 
 /// Storage buffers that a kernel may bind.
@@ -212,16 +210,6 @@ impl Capabilities {
             (false, None) => Path::Floor,
         }
     }
-}
-
-/// The adapter of a device, which wgpu does not tell: an adapter of the same description. None in a browser, where
-/// adapters cannot be listed at once; there are no matrices there either.
-fn adapter_of(device: &wgpu::Device) -> Option<wgpu::Adapter> {
-    let info = device.adapter_info();
-    let backends = wgpu::Backends::from(info.backend);
-    let descriptor = wgpu::InstanceDescriptor { backends, ..wgpu::InstanceDescriptor::new_without_display_handle() };
-    let adapters = wgpu::Instance::new(descriptor).enumerate_adapters(backends).now_or_never()?;
-    adapters.into_iter().find(|adapter| adapter.get_info() == info)
 }
 
 /// Whether `adapter` multiplies the cooperative matrices that kernels use, by subgroups of the required size.

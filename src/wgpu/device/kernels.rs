@@ -8,7 +8,7 @@ use futures::future::join_all;
 
 use super::buffers;
 use super::guard::{self, Request};
-use super::shader::{Binding, STEP_TABLE, Source, Variant};
+use super::shader::{Binding, STEP_TABLE, Source, Variant, is_table};
 use crate::{Error, Result};
 
 /// Which run-time checks wgpu adds to the shaders.
@@ -245,6 +245,11 @@ impl Kernel {
         Ok(())
     }
 
+    /// Tables that it binds.
+    pub(super) fn tables(&self) -> usize {
+        self.bindings.iter().filter(|binding| is_table(&binding.name)).count()
+    }
+
     /// The pipeline.
     pub(super) fn pipeline(&self) -> &wgpu::ComputePipeline {
         &self.pipeline
@@ -257,7 +262,7 @@ fn layout_entry(binding: &Binding) -> wgpu::BindGroupLayoutEntry {
         visibility: wgpu::ShaderStages::COMPUTE,
         ty: wgpu::BindingType::Buffer {
             ty: wgpu::BufferBindingType::Storage { read_only: !binding.writable },
-            has_dynamic_offset: false,
+            has_dynamic_offset: is_table(&binding.name),
             // Sizes known here are checked once. wgpu compares the others with the shader at every dispatch.
             min_binding_size: NonZeroU64::new(binding.least_bytes),
         },

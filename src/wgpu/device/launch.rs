@@ -16,7 +16,12 @@ pub struct Launch {
     kernel: Arc<Kernel>,
     buffers: wgpu::BindGroup,
     workgroups: [u32; 3],
+    /// Tables that it binds.
+    tables: usize,
 }
+
+/// Most tables of a kernel: as many bindings with an offset of the dispatch as every device of WebGPU has.
+const MOST_TABLES: usize = 4;
 
 impl Launch {
     /// Binds `buffers` to a variant, by their names in the shader.
@@ -35,18 +40,23 @@ impl Launch {
         let counter = kernels.counter().map(|counter| (OUT_OF_BOUNDS, counter.as_entire_buffer_binding()));
         let buffers: Vec<_> = buffers.iter().cloned().chain(counter).collect();
         let buffers = kernel.bind(kernels.device(), &buffers)?;
-        Ok(Self { kernel, buffers, workgroups })
+        let tables = kernel.tables();
+        if tables > MOST_TABLES {
+            let reason = format!("{} binds {tables} tables, and {MOST_TABLES} are allowed", variant.label());
+            return Err(Error::Plan { what: "bind group", reason });
+        }
+        Ok(Self { kernel, buffers, workgroups, tables })
     }
 
     /// Encodes the dispatch. Does not submit, wait or allocate.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
-        self.encode_grid(pass, self.workgroups);
+        self.encode_grid(pass, self.workgroups, 0);
     }
 
-    /// Encodes the dispatch with another grid.
-    pub(crate) fn encode_grid(&self, pass: &mut wgpu::ComputePass<'_>, [x, y, z]: [u32; 3]) {
+    /// Encodes the dispatch with another grid. Its tables begin `tables` bytes after those that are bound.
+    pub(crate) fn encode_grid(&self, pass: &mut wgpu::ComputePass<'_>, [x, y, z]: [u32; 3], tables: u32) {
         pass.set_pipeline(self.kernel.pipeline());
-        pass.set_bind_group(0, &self.buffers, &[]);
+        pass.set_bind_group(0, &self.buffers, &[tables; MOST_TABLES][..self.tables]);
         pass.dispatch_workgroups(x, y, z);
     }
 }
@@ -61,9 +71,15 @@ impl Launches {
         self.0.iter().for_each(|launch| launch.encode(pass));
     }
 
-    /// Encodes all dispatches with other grids, one grid each.
-    pub(crate) fn encode_grids(&self, grids: impl Iterator<Item = [u32; 3]>, pass: &mut wgpu::ComputePass<'_>) {
-        self.0.iter().zip(grids).for_each(|(launch, grid)| launch.encode_grid(pass, grid));
+    /// Encodes all dispatches with other grids, one each, and tables that begin `tables` bytes after those that are
+    /// bound.
+    pub(crate) fn encode_grids(
+        &self,
+        grids: impl Iterator<Item = [u32; 3]>,
+        tables: u32,
+        pass: &mut wgpu::ComputePass<'_>,
+    ) {
+        self.0.iter().zip(grids).for_each(|(launch, grid)| launch.encode_grid(pass, grid, tables));
     }
 
     /// Number of dispatches.

@@ -13,7 +13,7 @@ pub(super) mod kernels;
 pub(super) mod launch;
 pub mod shader;
 mod sources;
-mod span_bytes;
+pub(super) mod span_bytes;
 pub(super) mod store;
 mod tensor;
 mod unroll;

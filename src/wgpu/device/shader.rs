@@ -44,6 +44,15 @@ pub struct Variant {
 /// dispatch share it.
 pub(super) const STEP_TABLE: &str = "table";
 
+/// Tables of a step. An engine may encode several steps before it submits the first, and each reads its own tables:
+/// these bindings take an offset with every dispatch.
+const TABLES: [&str; 6] = ["items", "page_table", "prepared", "sinks", "state_rows", STEP_TABLE];
+
+/// Whether kernels read a buffer of this name at the offset that a dispatch gives.
+pub(in crate::wgpu) fn is_table(name: &str) -> bool {
+    TABLES.contains(&name)
+}
+
 impl Variant {
     /// The kernel in the file `{kernel}.wgsl` in one of the folders of `shaders/`. Its entry point has the same name.
     pub fn new(kernel: &'static str) -> Self {

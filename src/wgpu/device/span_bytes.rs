@@ -11,22 +11,48 @@ use crate::format::{KeyOrValue, SegmentFormat};
 const PARTS: [StoreBuffer; 4] =
     [StoreBuffer::Keys, StoreBuffer::KeyRanges, StoreBuffer::Values, StoreBuffer::ValueRanges];
 
-impl Store {
-    /// Reads the bytes of a place once all submitted work is done.
-    ///
-    /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
-    pub async fn read_span(
-        &self,
-        device: &wgpu::Device,
-        queue: &wgpu::Queue,
-        place: SpanPlace<'_>,
-    ) -> Result<SpanBytes> {
-        let places = self.places(place)?;
-        Ok(SpanBytes::new(buffers::read_all(device, queue, &places).await?))
-    }
+/// Most bytes that are read in one submission: the staging buffer is as large.
+const MOST_AT_ONCE: u64 = 256 << 20;
 
+/// Reads the bytes of places once all submitted work is done: in one submission, unless they are very many.
+///
+/// # Errors
+/// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
+pub(in crate::wgpu) async fn read_all(
+    device: &wgpu::Device,
+    queue: &wgpu::Queue,
+    places: &[(&Store, SpanPlace<'_>)],
+) -> Result<Vec<SpanBytes>> {
+    let of_spans = places.iter().map(|(store, place)| store.places(*place)).collect::<Result<Vec<_>>>()?;
+    let lengths: Vec<usize> = of_spans.iter().map(|of| of.iter().map(|place| place.bytes as usize).sum()).collect();
+    let mut rest = of_spans.concat();
+    let mut bytes = Vec::with_capacity(lengths.iter().sum());
+    let allowed = MOST_AT_ONCE.min(device.limits().max_buffer_size);
+    while !rest.is_empty() {
+        let together: Vec<_> = rest.drain(..how_many(rest.iter().map(|place| place.bytes), allowed)).collect();
+        bytes.extend(buffers::read_all(device, queue, &together).await?);
+    }
+    let mut bytes = bytes.as_slice();
+    let of_span = |length| {
+        let (of_span, others) = bytes.split_at(length);
+        bytes = others;
+        SpanBytes::new(of_span.to_vec())
+    };
+    Ok(lengths.into_iter().map(of_span).collect())
+}
+
+/// How many of the first lengths together are no more than `allowed`. At least one: a part of a page is never larger
+/// than a buffer may be.
+fn how_many(lengths: impl Iterator<Item = u64>, allowed: u64) -> usize {
+    let sums = lengths.scan(0u64, |sum, length| {
+        *sum = sum.saturating_add(length);
+        Some(*sum)
+    });
+    sums.take_while(|&sum| sum <= allowed).count().max(1)
+}
+
+impl Store {
     /// Queues a write of the bytes of another place to this one, before the next submission.
     ///
     /// # Errors
@@ -79,5 +105,20 @@ impl Store {
             places.push(buffers::Place { buffer, offset: slot as u64 * bytes, bytes });
         }
         Ok(places)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::how_many;
+
+    #[test]
+    fn reads_are_cut_at_what_is_allowed() {
+        let lengths = [5, 5, 0, 6, 20, 1];
+        for (from, allowed, expected) in
+            [(0, 10, 3), (0, 9, 1), (0, 16, 4), (3, 10, 1), (4, 10, 1), (5, 10, 1), (0, 99, 6)]
+        {
+            assert_eq!(how_many(lengths[from..].iter().copied(), allowed), expected, "from {from}, {allowed}");
+        }
     }
 }

@@ -260,6 +260,11 @@ impl Store {
         Ok(())
     }
 
+    /// Drops the newest shard, if there is one. Bindings made before keep it on the device.
+    pub fn drop_shard(&mut self) {
+        self.shards.pop();
+    }
+
     async fn create_tensor(&self, device: &wgpu::Device, which: KeyOrValue, pages: u32) -> Result<ShardTensor> {
         let part = PagePart::new(&self.shape, &self.format, which);
         let (tiles, ranges) = match which {

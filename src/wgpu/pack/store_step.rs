@@ -172,13 +172,23 @@ pub struct BoundStoreStep {
 impl BoundStoreStep {
     /// Encodes the dispatches of a step into an open pass, and none for sections that its table leaves empty. Does not
     /// submit, wait, map or allocate. [`WriteMemory::write`] must have written the same table to the device by the time
-    /// the pass is submitted.
+    /// the pass is submitted, and no other table after it.
     ///
     /// # Errors
     /// [`Error::Plan`] when the table belongs to another layout.
     pub fn encode(&self, table: &WriteTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        self.encode_slot(table, 0, pass)
+    }
+
+    /// The same for a table that lies so many bytes behind the first one of the memory.
+    pub(in crate::wgpu) fn encode_slot(
+        &self,
+        table: &WriteTable,
+        offset: u32,
+        pass: &mut wgpu::ComputePass<'_>,
+    ) -> Result<()> {
         table.check_layout(&self.layout)?;
-        self.launches.iter().for_each(|launch| launch.encode(table, self.most, pass));
+        self.launches.iter().for_each(|launch| launch.encode((table, offset), self.most, pass));
         Ok(())
     }
 }

@@ -85,13 +85,13 @@ pub(super) struct WriteLaunch {
 }
 
 impl WriteLaunch {
-    /// Encodes the dispatch for the entries of a table, if there are any. A grid has no more than `most` workgroups in
-    /// a dimension.
-    pub fn encode(&self, table: &WriteTable, most: u64, pass: &mut wgpu::ComputePass<'_>) {
+    /// Encodes the dispatch for the entries of a table, if there are any. The table begins `offset` bytes after the one
+    /// that is bound. A grid has no more than `most` workgroups in a dimension.
+    pub fn encode(&self, (table, offset): (&WriteTable, u32), most: u64, pass: &mut wgpu::ComputePass<'_>) {
         if table.names_shards(self.section, self.shards) {
             let invocations = table.count(self.section) as u64 * self.per_entry;
             let [x, y, _] = folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most);
-            self.launch.encode_grid(pass, [x, y, self.kernel_count]);
+            self.launch.encode_grid(pass, [x, y, self.kernel_count], offset);
         }
     }
 }

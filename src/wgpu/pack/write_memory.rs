@@ -13,7 +13,10 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct WriteMemory {
     layout: Arc<WriteLayout>,
+    /// Tables of several steps, each at the beginning of a slot.
     table: wgpu::Buffer,
+    /// Bytes of a slot.
+    slot_bytes: u64,
     /// Rotated rows of as many windows as a step may pack, `[window][token][kv_head][channel]`.
     rotated: Option<wgpu::Buffer>,
 }
@@ -24,31 +27,49 @@ impl WriteMemory {
     /// # Errors
     /// [`Error::Limit`] when a buffer is larger than the device binds; [`Error::OutOfMemory`] or [`Error::DeviceLost`].
     pub fn new(device: &wgpu::Device, layout: &Arc<WriteLayout>) -> Result<Self> {
-        let allowed = KernelLimits::new(&device.limits()).binding_bytes;
+        Self::with_slots(device, layout, 1)
+    }
+
+    /// The same with the tables of so many steps, one behind the other.
+    pub(in crate::wgpu) fn with_slots(device: &wgpu::Device, layout: &Arc<WriteLayout>, slots: usize) -> Result<Self> {
+        let limits = KernelLimits::new(&device.limits());
+        let allowed = limits.binding_bytes;
         let rotated = rotated_bytes(layout);
-        let table = layout.words() as u64 * 4;
-        for (what, needed) in [("the table of a step in bytes", table), ("rotated windows in bytes", rotated)] {
+        // A layout without stores has no sections, and a buffer has at least one entry.
+        let slot_bytes = (layout.words() as u64 * 4).max(16).next_multiple_of(limits.binding_alignment);
+        let table = slot_bytes.saturating_mul(slots as u64);
+        for (what, needed) in [("the tables of steps in bytes", table), ("rotated windows in bytes", rotated)] {
             if needed > allowed {
                 let hint = "create a layout with fewer windows and tokens";
                 return Err(Error::Limit { what: what.into(), needed, allowed, hint });
             }
         }
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
-        // A layout without stores has no sections, and a buffer has at least one entry.
-        let table = buffers::create_now(device, "table of a step", table.max(16), usage)?;
+        let table = buffers::create_now(device, "tables of steps", table, usage)?;
         let create = || buffers::create_now(device, "rotated windows", rotated, wgpu::BufferUsages::STORAGE);
         let rotated = if rotated > 0 { Some(create()?) } else { None };
-        Ok(Self { layout: layout.clone(), table, rotated })
+        Ok(Self { layout: layout.clone(), table, slot_bytes, rotated })
     }
 
-    /// Writes a table to the device, before the next submission: once per step, whatever the number of layers.
+    /// Writes a table to the device, before the next submission: once per step, whatever the number of layers. It
+    /// replaces the table of the step before, whose commands must have been submitted by then.
     ///
     /// # Errors
     /// [`Error::Plan`] when the table belongs to another layout.
     pub fn write(&self, queue: &wgpu::Queue, table: &WriteTable) -> Result<()> {
+        self.write_slot(queue, table, 0)
+    }
+
+    /// The same for one of several slots.
+    pub(in crate::wgpu) fn write_slot(&self, queue: &wgpu::Queue, table: &WriteTable, slot: usize) -> Result<()> {
         table.check_layout(&self.layout)?;
-        queue.write_buffer(&self.table, 0, bytemuck::cast_slice(table.words()));
+        queue.write_buffer(&self.table, u64::from(self.slot_offset(slot)), bytemuck::cast_slice(table.words()));
         Ok(())
+    }
+
+    /// Where the table of a slot begins, in bytes: a binding is smaller than 4 GiB.
+    pub(in crate::wgpu) const fn slot_offset(&self, slot: usize) -> u32 {
+        (self.slot_bytes * slot as u64) as u32
     }
 
     /// The layout.
@@ -61,8 +82,9 @@ impl WriteMemory {
         self.table.size() + self.rotated.as_ref().map_or(0, wgpu::Buffer::size)
     }
 
+    /// The table of the first slot.
     pub(super) fn table(&self) -> wgpu::BufferBinding<'_> {
-        self.table.as_entire_buffer_binding()
+        wgpu::BufferBinding { buffer: &self.table, offset: 0, size: std::num::NonZeroU64::new(self.slot_bytes) }
     }
 
     pub(super) fn rotated(&self) -> Result<wgpu::BufferBinding<'_>> {

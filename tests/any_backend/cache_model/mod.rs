@@ -3,12 +3,14 @@
 mod compare;
 pub mod decode_loop;
 mod decoded;
+mod dropped;
+mod lost;
 mod model;
 pub mod recipes;
 mod refused;
 
 use half::f16;
-use kvpack::backend::Backend;
+use kvpack::backend::{Backend, Forwarding};
 use kvpack::cache::{KvCache, PromptSpan, Recipe, StoreId, SwappedSequence};
 use kvpack::plan::{Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Error};
@@ -16,6 +18,7 @@ use pollster::block_on;
 use proptest::prelude::*;
 
 use compare::{compare, compare_causal};
+use dropped::{Waiting, insist};
 use model::{Model, ModelSequence, ModelSpan};
 use refused::{Refused, refused};
 
@@ -46,6 +49,8 @@ pub enum Operation {
     Clear { sequence: usize },
     /// Take a sequence to the host, or bring the one that is there into this one.
     Swap { sequence: usize },
+    /// Lose the device, where it can be lost. What is on the host comes to a new one.
+    Lose,
     /// A call that must fail.
     Refused { call: Refused, at: usize },
 }
@@ -58,17 +63,33 @@ pub fn cases(by_default: u32) -> ProptestConfig {
 
 /// Operations to try.
 pub fn operations() -> impl Strategy<Value = Vec<Operation>> {
-    let length = || prop_oneof![1usize..20, 100usize..300, Just(128), Just(256)];
-    let spans = prop::collection::vec((length(), 0u8..4), 1..4);
+    let length = prop_oneof![1usize..20, 100usize..300, Just(128), Just(256)];
+    let newer = prop_oneof![1usize..4, 100usize..150];
+    prop::collection::vec(operation(length.boxed(), newer.boxed()), 1..16)
+}
+
+/// So many operations of few tokens each, and a lost device somewhere among them.
+pub fn short_operations(count: usize) -> impl Strategy<Value = Vec<Operation>> {
+    let length = prop_oneof![4 => 1usize..20, 2 => 120usize..140, 1 => Just(128), 1 => 250usize..262];
+    let operations = prop::collection::vec(operation(length.boxed(), (1usize..4).boxed()), count - 1);
+    (operations, 1..count).prop_map(|(mut operations, at)| {
+        operations.insert(at.min(operations.len()), Operation::Lose);
+        operations
+    })
+}
+
+/// An operation with spans of such lengths, and so many appended tokens.
+fn operation(length: BoxedStrategy<usize>, newer: BoxedStrategy<usize>) -> impl Strategy<Value = Operation> {
+    let spans = prop::collection::vec((length, 0u8..4), 1..4);
     let kept = prop::collection::vec((1usize..200, 0u8..4), 1..3);
-    let operation = prop_oneof![
+    prop_oneof![
         4 => (0..SEQUENCES, spans, any::<bool>()).prop_map(|(sequence, spans, half)| {
             Operation::Prefill { sequence, spans, half }
         }),
         2 => (0..SEQUENCES, 0usize..150, 1usize..300, kept, any::<bool>()).prop_map(
             |(sequence, first, others, kept, half)| Operation::Evict { sequence, first, others, kept, half }
         ),
-        4 => (prop_oneof![1usize..4, 100usize..150], 1u8..8, any::<bool>()).prop_map(|(tokens, sequences, half)| {
+        4 => (newer, 1u8..8, any::<bool>()).prop_map(|(tokens, sequences, half)| {
             Operation::Append { tokens, sequences, half }
         }),
         2 => (0..SEQUENCES, prop_oneof![1usize..4, 100usize..300], any::<bool>()).prop_map(|(sequence, tokens, half)| {
@@ -86,23 +107,66 @@ pub fn operations() -> impl Strategy<Value = Vec<Operation>> {
         1 => (prop::sample::select(Refused::ALL.to_vec()), 0usize..1000).prop_map(|(call, at)| {
             Operation::Refused { call, at }
         }),
-    ];
-    prop::collection::vec(operation, 1..16)
+    ]
 }
 
 /// Runs operations on a cache and on the model and compares them after each.
 ///
 /// # Panics
 /// When they disagree.
-pub fn check<B: Backend>(backend: B, shape: AttentionShape, recipe: &Recipe, operations: &[Operation], seed: u64) {
-    let mut cache = KvCache::new(backend, shape, SEQUENCES, recipe.clone()).unwrap();
+pub fn check<B: Backend + Clone>(
+    backend: B,
+    shape: AttentionShape,
+    recipe: &Recipe,
+    operations: &[Operation],
+    seed: u64,
+) {
+    let open = || backend.clone();
+    check_losing(Subject { open, lose: |_: &B| {}, most_tokens: usize::MAX }, shape, recipe, operations, seed);
+}
+
+/// A backend under test.
+pub struct Subject<O, L> {
+    /// Opens the device, or another one after it was lost.
+    pub open: O,
+    /// Loses the device.
+    pub lose: L,
+    /// A sequence is cleared when it holds more tokens.
+    pub most_tokens: usize,
+}
+
+/// [`check`] on a device that may be lost.
+///
+/// # Panics
+/// When cache and model disagree.
+pub fn check_losing<B: Backend>(
+    subject: Subject<impl Fn() -> B, impl Fn(&B)>,
+    shape: AttentionShape,
+    recipe: &Recipe,
+    operations: &[Operation],
+    seed: u64,
+) {
+    let create = || KvCache::new(Forwarding(Waiting((subject.open)())), shape, SEQUENCES, recipe.clone()).unwrap();
     let sequences = vec![ModelSequence::default(); SEQUENCES];
     let mut model = Model { shape, recipe: recipe.clone(), sequences, next_page: 0 };
-    let (mut random, mut swapped) = (Random::new(seed), None);
+    let (mut cache, mut random, mut swapped) = (create(), Random::new(seed), None);
     for operation in operations {
         match operation {
-            Operation::Swap { sequence } => swap(&mut cache, &mut model, *sequence, &mut swapped),
+            Operation::Swap { sequence } => swap(&mut cache, &mut model, *sequence, &mut swapped, &mut random),
+            Operation::Lose => {
+                lost::lose(&mut cache, &mut random, |backend| (subject.lose)(&backend.0.0));
+                cache = create();
+                model.sequences.fill(ModelSequence::default());
+                // The positions of gathered tokens stay on the device.
+                swapped = swapped
+                    .filter(|(_, held): &(_, ModelSequence)| held.spans.iter().all(|span| span.gathered.is_none()));
+            }
             _ => apply(&mut cache, &mut model, operation, &mut random),
+        }
+        for sequence in 0..SEQUENCES {
+            if cache.tokens(sequence).unwrap() > subject.most_tokens {
+                apply(&mut cache, &mut model, &Operation::Clear { sequence }, &mut random);
+            }
         }
         compare(&cache, &model, &mut random);
     }
@@ -172,7 +236,10 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
             }
             model.sequences[*sequence].length += tokens;
             let layout = RowLayout::token_major(tokens, &shape);
-            block_on(cache.prefill(*sequence, layout, &key_tensor, &value_tensor, &prompt)).unwrap();
+            let prefill = async |cache: &mut KvCache<B>| {
+                cache.prefill(*sequence, layout, &key_tensor, &value_tensor, &prompt).await
+            };
+            insist(cache, random, prefill).unwrap();
         }
         Operation::Evict { sequence, first, others, kept, half } => {
             let tokens = first + others;
@@ -192,7 +259,10 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
                     model.pack_windows(sequence, 1);
                 }
                 let layout = RowLayout::token_major(sequences.len(), &shape);
-                block_on(cache.append_to(&sequences, layout, &key_tensor, &value_tensor)).unwrap();
+                let append = async |cache: &mut KvCache<B>| {
+                    cache.append_to(&sequences, layout, &key_tensor, &value_tensor).await
+                };
+                insist(cache, random, append).unwrap();
             }
         }
         Operation::Extend { sequence, tokens, half } => {
@@ -203,10 +273,12 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
                 model.push_token(*sequence, key, value);
             }
             let layout = RowLayout::token_major(*tokens, &shape);
-            block_on(cache.extend(*sequence, layout, &key_tensor, &value_tensor)).unwrap();
+            let extend =
+                async |cache: &mut KvCache<B>| cache.extend(*sequence, layout, &key_tensor, &value_tensor).await;
+            insist(cache, random, extend).unwrap();
             compare_causal(cache, *sequence, (*tokens).min(3), random);
             model.pack_windows(*sequence, usize::MAX);
-            block_on(cache.pack_windows(*sequence)).unwrap();
+            insist(cache, random, async |cache: &mut KvCache<B>| cache.pack_windows(*sequence).await).unwrap();
         }
         Operation::Fork { source, target } => {
             if model.sequences[*target].length > 0 {
@@ -235,7 +307,7 @@ fn apply<B: Backend>(cache: &mut KvCache<B>, model: &mut Model, operation: &Oper
             cache.clear(*sequence).unwrap();
         }
         Operation::Refused { call, at } => refused(cache, model, *call, *at, random),
-        Operation::Swap { .. } => unreachable!("the caller keeps what is swapped out"),
+        Operation::Swap { .. } | Operation::Lose => unreachable!("the caller keeps what is swapped out"),
     }
 }
 
@@ -245,15 +317,16 @@ fn swap<B: Backend>(
     model: &mut Model,
     sequence: usize,
     swapped: &mut Option<(SwappedSequence<B::Indices>, ModelSequence)>,
+    random: &mut Random,
 ) {
     let Some((bytes, held)) = swapped.take() else {
-        let bytes = block_on(cache.swap_out(sequence)).unwrap();
+        let bytes = insist(cache, random, async |cache: &mut KvCache<B>| cache.swap_out(sequence).await).unwrap();
         assert_eq!(bytes.length(), model.sequences[sequence].length);
         *swapped = Some((bytes, std::mem::take(&mut model.sequences[sequence])));
         return;
     };
-    let brought = block_on(cache.swap_in(sequence, &bytes));
-    if model.sequences[sequence].length > 0 {
+    let brought = insist(cache, random, async |cache: &mut KvCache<B>| cache.swap_in(sequence, &bytes).await);
+    if model.sequences[sequence].length > 0 || model.sequences[sequence].centre.is_some() {
         assert!(matches!(brought, Err(Error::Plan { .. })), "{brought:?}");
         *swapped = Some((bytes, held));
         return;
@@ -317,5 +390,7 @@ fn evict<B: Backend>(
     }
     model.sequences[sequence].length += tokens;
     let layout = RowLayout::token_major(tokens, &shape);
-    block_on(cache.prefill(sequence, layout, &dense[0].1, &dense[1].1, &prompt)).unwrap();
+    let [(_, keys), (_, values)] = dense;
+    let prefill = async |cache: &mut KvCache<B>| cache.prefill(sequence, layout, keys, values, &prompt).await;
+    insist(cache, random, prefill).unwrap();
 }

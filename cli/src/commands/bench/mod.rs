@@ -10,6 +10,7 @@ mod cuda;
 pub mod dumped;
 mod evict;
 pub mod output;
+mod prefill;
 mod run;
 mod sizes;
 mod step;
@@ -76,7 +77,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     sizes: SizeArgs,
     /// Only f16 and this recipe (kivi:4), or the formats whose name contains this text ('4-bit', 'per token'). The
-    /// suites decode, append and causal take it; the others have formats of their own.
+    /// suites decode, append and causal take it, prefill a recipe; the others have formats of their own.
     #[arg(long, value_name = "RECIPE|TEXT")]
     format: Option<String>,
     /// Minimum size of the copies that steps alternate between, in MiB, up to 16384
@@ -138,6 +139,8 @@ enum SuiteName {
     Evict,
     /// Sequences stored in segments of several precisions, and each segment alone
     Mixed,
+    /// Prompts, a chunk over a long context and drafts: many queries for each sequence, by the wall clock
+    Prefill,
     /// A whole decode step of 32 layers by the wall clock, as an engine pays it, next to its kernels
     Step,
 }
@@ -197,6 +200,7 @@ fn bench<B: TimedStores + TimedModel + TimedSelection>(
         Some(SuiteName::Causal) => causal::run(backend, driver, &args.segment_formats()?, args.json),
         Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
+        Some(SuiteName::Prefill) => prefill::run(backend, driver, args.format.as_deref(), args.json),
         Some(SuiteName::Step) => step::run(backend, driver, args.json).map(|()| Outcome::Passed),
     }
 }
@@ -238,7 +242,9 @@ impl BenchArgs {
     /// Refuses the options that have no effect on a suite.
     fn refuse_without_effect(&self, suite: SuiteName) -> Result<()> {
         let name = suite.name();
-        if self.format.is_some() && !matches!(suite, SuiteName::Append | SuiteName::Causal | SuiteName::Decode) {
+        if self.format.is_some()
+            && !matches!(suite, SuiteName::Append | SuiteName::Causal | SuiteName::Decode | SuiteName::Prefill)
+        {
             bail!("--suite {name} chooses its own formats; leave --format out");
         }
         let given = [

@@ -56,13 +56,14 @@ fn capture(backend: &Cuda, step: &WrittenStep<'_>, layers: usize) -> Result<Opti
 impl ModelEngine<Cuda> for Engine {
     fn step(&mut self, cache: &mut ModelCache<Cuda>, runs: &[TokenRun]) -> Result<bool> {
         cache.begin_append(runs)?;
-        let step = self.steps.write(&cache.encode()?[0])?;
+        let step = self.steps.write(&cache.open_steps()?[0])?;
         let anew = step.bound_anew();
         if anew || self.graph.is_none() {
             self.graph = capture(&self.backend, &step, self.layers)?.map(|graph| (graph, step.memory()));
         }
         if let Some((graph, _)) = &self.graph {
             graph.launch().map_err(failed)?;
+            step.replayed();
         }
         cache.commit()?;
         Ok(anew)
@@ -74,7 +75,7 @@ impl ModelEngine<Cuda> for Engine {
 
     async fn measure(&mut self, cache: &mut ModelCache<Cuda>, runs: &[TokenRun]) -> Result<Measured> {
         cache.begin_append(runs)?;
-        let step = self.steps.write(&cache.encode()?[0])?;
+        let step = self.steps.write(&cache.open_steps()?[0])?;
         let time = |launch: &dyn Fn(usize) -> Result<()>| {
             let timing = time_launches(&self.backend, launch, self.layers, WARM_UP, REPLAYS)?;
             Ok::<_, Error>(timing.median().as_secs_f64() * self.layers as f64)

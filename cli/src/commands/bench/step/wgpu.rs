@@ -1,7 +1,7 @@
 //! Steps through wgpu: one pass and one submission for all layers.
 
 use kvpack::Result;
-use kvpack::backend::{AttendOptions, Device};
+use kvpack::backend::Device;
 use kvpack::cache::{ModelCache, TokenRun};
 use kvpack::plan::ElementType;
 use kvpack::wgpu::measure::{Repeats, time};
@@ -27,10 +27,9 @@ impl TimedModel for Wgpu {
         let Tensors { rows, keys, values, queries } = tensors;
         let output = Tensor::zeroed(self.device(), queries.elements(), ElementType::F32)?;
         let tensors = LayerTensors { keys, values, queries, output };
-        let (layers, recipe) = (cache.layers(), cache.recipe(0)?);
-        let options = AttendOptions { query: recipe.query(), ..AttendOptions::default() };
-        let steps = ModelStep::new(self, rows, vec![tensors.clone(); layers], options)?;
-        steps.prepare(cache.write_layout(0)?, recipe.stores()).await?;
+        let layers = cache.layers();
+        let steps = ModelStep::new(self, rows, vec![tensors.clone(); layers])?;
+        steps.prepare(cache.step_kind(0)?).await?;
         Ok(Engine { backend: self.clone(), tensors, steps, layers })
     }
 }
@@ -38,7 +37,7 @@ impl TimedModel for Wgpu {
 impl ModelEngine<Wgpu> for Engine {
     fn step(&mut self, cache: &mut ModelCache<Wgpu>, runs: &[TokenRun]) -> Result<bool> {
         cache.begin_append(runs)?;
-        let step = self.steps.write(&cache.encode()?[0])?;
+        let step = self.steps.write(&cache.open_steps()?[0])?;
         let anew = step.bound_anew();
         let mut encoder = self.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -58,7 +57,7 @@ impl ModelEngine<Wgpu> for Engine {
 
     async fn measure(&mut self, cache: &mut ModelCache<Wgpu>, runs: &[TokenRun]) -> Result<Measured> {
         cache.begin_append(runs)?;
-        let (layers, open) = (self.layers, &cache.encode()?[0]);
+        let (layers, open) = (self.layers, &cache.open_steps()?[0]);
         let step = self.steps.write(open)?;
         let store = |pass: &mut wgpu::ComputePass<'_>| (0..layers).try_for_each(|layer| step.encode_store(layer, pass));
         let attend =

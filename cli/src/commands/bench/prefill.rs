@@ -1,0 +1,374 @@
+//! Prompts and drafts: many new queries per sequence, through `KvCache::attend_into`, by the wall clock.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail, ensure};
+use indicatif::ProgressBar;
+use kvpack::backend::QueryPrecision;
+use kvpack::cache::{KvCache, PromptSpan, Recipe};
+use kvpack::conformance::Limits;
+use kvpack::cpu::nmse;
+use kvpack::format::{AffineFormat, Grouping, TensorFormat};
+use kvpack::plan::{ElementType, Elements, QueryRun, RowLayout, TokenRange, Visible};
+use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
+use kvpack_report::{Run, Spread, StepTimes, recipes};
+use serde::Serialize;
+
+use super::UNSTEADY_PERCENT;
+use super::timed::{Guard, Timed};
+use crate::outcome::{Outcome, Wrong};
+use crate::print::{self, note, say};
+use crate::provenance;
+
+/// Samples of a row.
+const SAMPLES: usize = 7;
+
+/// Seconds of a sample, at least: many calls are queued, then the device is waited for once.
+const SECONDS: f64 = 0.02;
+
+/// Queries of every sequence that are held against f64: the first, the middle and the last.
+const CHECKED: usize = 3;
+
+/// What was found, as it is printed in JSON.
+#[derive(Serialize)]
+#[serde(tag = "kind", rename = "prefill")]
+struct PrefillReport {
+    backend: String,
+    run: Run,
+    rows: Vec<PrefillRow>,
+}
+
+/// One batch of prompts in one format.
+#[derive(Serialize)]
+struct PrefillRow {
+    /// The batch in words.
+    batch: String,
+    query_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    format: String,
+    /// A call of `KvCache::attend_into`, in microseconds, the median of the samples.
+    wall_us: f64,
+    #[serde(flatten)]
+    spread: Spread,
+    /// 4 · head_dim · query_heads · (pairs of a query and a token that it sees) in 10^12 per second.
+    tflops: f64,
+    /// Of the checked outputs against f64 over the stored data.
+    nmse: f64,
+    /// How much of the guard's best rate was missing before or after, in percent.
+    guard_low_percent: f64,
+}
+
+/// Sequences of a batch: tokens that each holds, and how many of the newest have queries.
+struct Batch {
+    name: String,
+    shape: AttentionShape,
+    sequences: Vec<(usize, usize)>,
+}
+
+impl Batch {
+    fn new(name: &str, (kv_heads, head_dim): (usize, usize), sequences: Vec<(usize, usize)>) -> Result<Self> {
+        let shape = AttentionShape::new(32, kv_heads, head_dim)?;
+        Ok(Self { name: name.into(), shape, sequences })
+    }
+
+    fn runs(&self) -> Vec<QueryRun> {
+        let run =
+            |(sequence, &(_, queries)): (usize, &(usize, usize))| QueryRun::new(sequence, queries, Visible::Causal);
+        self.sequences.iter().enumerate().map(run).collect()
+    }
+
+    fn queries(&self) -> usize {
+        self.sequences.iter().map(|(_, queries)| queries).sum()
+    }
+
+    /// Floating-point operations of exact attention: a product with a key and one with a value for every pair.
+    fn operations(&self) -> f64 {
+        let pairs = |&(tokens, queries): &(usize, usize)| {
+            (queries * (tokens - queries)) as f64 + (queries * (queries + 1)) as f64 / 2.0
+        };
+        let pairs: f64 = self.sequences.iter().map(pairs).sum();
+        4.0 * (self.shape.head_dim() * self.shape.query_heads()) as f64 * pairs
+    }
+}
+
+/// The batches of the suite. Software computes small ones.
+fn batches(is_gpu: bool) -> Result<Vec<Batch>> {
+    let whole = |count: usize, tokens: usize| vec![(tokens, tokens); count];
+    let drafts = |queries: usize, tokens: usize| vec![(tokens, queries); 8];
+    if !is_gpu {
+        return Ok(vec![
+            Batch::new("1 × 128", (8, 64), whole(1, 128))?,
+            Batch::new("ragged", (8, 64), vec![(150, 40), (130, 5), (64, 1)])?,
+            Batch::new("8 drafts of 4 over 128", (8, 64), drafts(4, 128))?,
+        ]);
+    }
+    let mut batches = vec![
+        Batch::new("1 × 16k", (8, 128), whole(1, 16_384))?,
+        Batch::new("4 × 4k", (8, 128), whole(4, 4096))?,
+        Batch::new("16 × 1k", (8, 128), whole(16, 1024))?,
+        Batch::new("1 × 16k", (8, 64), whole(1, 16_384))?,
+        Batch::new("1 × 16k", (8, 256), whole(1, 16_384))?,
+        Batch::new("2k over 34k", (8, 128), vec![(34_816, 2048)])?,
+        Batch::new(
+            "ragged: 9k, 4k, 1k, 100, 8 over 32k, 1 over 8k",
+            (8, 128),
+            vec![(9000, 9000), (4096, 4096), (1000, 1000), (100, 100), (32_768, 8), (8192, 1)],
+        )?,
+    ];
+    for queries in [1, 2, 4, 8, 16] {
+        batches.push(Batch::new(&format!("8 drafts of {queries} over 32k"), (8, 128), drafts(queries, 32_768))?);
+    }
+    Ok(batches)
+}
+
+/// f16 and the format of a recipe, or f16 and every way to pack.
+fn formats(shape: &AttentionShape, recipe: Option<&str>) -> Result<Vec<SegmentFormat>> {
+    let token = TensorFormat::Affine(AffineFormat::new(Bits::Eight, Grouping::Token));
+    let packed = match recipe {
+        Some(text) => match recipes::format_of(text, shape) {
+            Ok(format) => vec![format],
+            Err(_) => bail!("--format '{text}' is no recipe{}; --suite prefill takes one", recipes::reason(text)),
+        },
+        None => vec![
+            SegmentFormat { key: token, value: token },
+            SegmentFormat::calibquant(Bits::Four),
+            SegmentFormat::saw_int4(),
+            SegmentFormat::turboquant(Bits::Four, shape.head_dim()),
+            SegmentFormat::kivi(Bits::Four),
+            SegmentFormat::calibquant(Bits::Two),
+            SegmentFormat::calibquant(Bits::One),
+        ],
+    };
+    let others = packed.into_iter().filter(|format| *format != SegmentFormat::F16);
+    Ok(std::iter::once(SegmentFormat::F16).chain(others).collect())
+}
+
+/// Times all rows and prints them as they end.
+///
+/// # Errors
+/// When the backend fails; [`Wrong`] when an output differs from f64.
+pub fn run<B: Timed + Clone>(backend: &B, driver: String, recipe: Option<&str>, json: bool) -> Result<Outcome> {
+    let batches = batches(backend.sizes().is_gpu())?;
+    let run = provenance::run(driver, backend.guard_tolerance());
+    let mut report = PrefillReport { backend: backend.name(), run, rows: Vec::new() };
+    let formats = batches.iter().map(|batch| formats(&batch.shape, recipe)).collect::<Result<Vec<_>>>()?;
+    let progress = ProgressBar::new(formats.iter().map(Vec::len).sum::<usize>() as u64).with_style(print::bar());
+    let mut guard = pollster::block_on(Guard::new(backend))?;
+    for (batch, formats) in batches.iter().zip(formats) {
+        for format in formats {
+            progress.set_message(format!("{}, {format}", batch.name));
+            match pollster::block_on(row(backend, &mut guard, batch, format)) {
+                Ok(row) => {
+                    if !json {
+                        progress.suspend(|| print_row(&row, report.rows.is_empty()))?;
+                    }
+                    report.rows.push(row);
+                }
+                Err(error) => match error.downcast_ref::<Error>() {
+                    Some(Error::OutOfMemory { .. } | Error::Unsupported { .. }) => {
+                        progress.suspend(|| note!("skipped {}, {format}: {error}", batch.name));
+                    }
+                    _ => return Err(error),
+                },
+            }
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+    if json {
+        print::json(&report)?;
+    } else {
+        say!("\n{}: KvCache::attend_into by the wall clock, median of {SAMPLES} samples.", report.backend)?;
+        say!("TFLOP/s: 4 · head_dim · query heads · pairs of a query and a token that it sees.")?;
+    }
+    Ok(Outcome::Passed)
+}
+
+async fn row<B: Timed + Clone>(
+    backend: &B,
+    guard: &mut Guard,
+    batch: &Batch,
+    format: SegmentFormat,
+) -> Result<PrefillRow> {
+    let shape = batch.shape;
+    let mut cache = KvCache::new(backend.clone(), shape, batch.sequences.len(), recipe(format))?;
+    fill(backend, &mut cache, batch).await?;
+    let row = shape.query_heads() * shape.head_dim();
+    let host = rows_of(batch.queries() * row, shape.head_dim(), 3);
+    let queries = backend.upload(Elements::F16(&host)).await?;
+    let runs = batch.runs();
+    let mut output = cache.attend_runs(&runs, &queries, ElementType::F16).await?;
+    let nmse = check(backend, &cache, batch, (&host, &output)).await?;
+    let most = Limits::of_step(QueryPrecision::ByFormat, [&format]).nmse;
+    ensure!(nmse <= most, Wrong(format!("{}, {format}: NMSE {nmse:.1e} against f64", batch.name)));
+
+    // A download waits for all that was queued before it.
+    let mark = backend.upload(Elements::F16(&host[..row])).await?;
+    let (times, guard_low_percent) = guard
+        .watch(backend, async || {
+            time(&cache, (&runs, &queries, &mut output), async || backend.download(&mark).await.map(drop)).await
+        })
+        .await?;
+    Ok(PrefillRow {
+        batch: batch.name.clone(),
+        query_heads: shape.query_heads(),
+        kv_heads: shape.kv_heads(),
+        head_dim: shape.head_dim(),
+        format: format.to_string(),
+        wall_us: times.seconds * 1e6,
+        spread: times.spread,
+        tflops: batch.operations() / times.seconds / 1e12,
+        nmse,
+        guard_low_percent,
+    })
+}
+
+/// Seconds of a call, in samples of many calls each.
+async fn time<B: Backend>(
+    cache: &KvCache<B>,
+    (runs, queries, output): (&[QueryRun], &B::Tensor, &mut B::Tensor),
+    wait: impl AsyncFn() -> kvpack::Result<()>,
+) -> Result<StepTimes> {
+    let mut calls = async |count: usize| -> kvpack::Result<f64> {
+        wait().await?;
+        let start = Instant::now();
+        for _ in 0..count {
+            cache.attend_into(runs, queries, output).await?;
+        }
+        wait().await?;
+        Ok(start.elapsed().as_secs_f64() / count as f64)
+    };
+    let first = calls(1).await?;
+    let once = calls(1).await?.min(first);
+    let count = (SECONDS / once.max(1e-7)).ceil().clamp(1.0, 1000.0) as usize;
+    let mut samples = Vec::with_capacity(SAMPLES);
+    for _ in 0..SAMPLES {
+        samples.push(calls(count).await?);
+    }
+    Ok(StepTimes::new("wall clock", Vec::new(), samples))
+}
+
+fn recipe(format: SegmentFormat) -> Recipe {
+    match format {
+        SegmentFormat::F16 => Recipe::f16(),
+        packed => Recipe::pack_all(packed),
+    }
+}
+
+/// Stores the tokens of every sequence.
+async fn fill<B: Timed>(backend: &B, cache: &mut KvCache<B>, batch: &Batch) -> Result<()> {
+    let shape = batch.shape;
+    for (sequence, &(tokens, _)) in batch.sequences.iter().enumerate() {
+        let elements = tokens * shape.kv_heads() * shape.head_dim();
+        let [keys, values] = [4, 5].map(|seed| rows_of(elements, shape.head_dim(), seed + 2 * sequence as u64));
+        let (keys, values) =
+            (backend.upload(Elements::F16(&keys)).await?, backend.upload(Elements::F16(&values)).await?);
+        let range = TokenRange::new(0, tokens)?;
+        let span = if cache.recipe().packs() { PromptSpan::packed(range) } else { PromptSpan::f16(range) };
+        cache.prefill(sequence, RowLayout::token_major(tokens, &shape), &keys, &values, &[span]).await?;
+    }
+    Ok(())
+}
+
+/// Random numbers of a bell curve, with a channel that stands out.
+fn rows_of(elements: usize, head_dim: usize, seed: u64) -> Vec<half::f16> {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let element = |at: usize| {
+        let bell: f32 = (0..3).map(|_| random.f32() - 0.5).sum();
+        half::f16::from_f32(if at % head_dim == 17 { 3.0 + bell } else { bell })
+    };
+    (0..elements).map(element).collect()
+}
+
+/// The error of some queries of every sequence against f64 over the stored data.
+async fn check<B: Timed>(
+    backend: &B,
+    cache: &KvCache<B>,
+    batch: &Batch,
+    (queries, output): (&[half::f16], &B::Tensor),
+) -> Result<f64> {
+    let (row, output) = (batch.shape.query_heads() * batch.shape.head_dim(), backend.download(output).await?);
+    let (mut got, mut want, mut first) = (Vec::new(), Vec::new(), 0);
+    for (sequence, &(tokens, count)) in batch.sequences.iter().enumerate() {
+        let stored = Stored::read(backend, cache, sequence).await?;
+        for checked in 0..CHECKED {
+            let query = checked * (count - 1) / (CHECKED - 1);
+            let at = (first + query) * row..(first + query + 1) * row;
+            got.extend_from_slice(&output[at.clone()]);
+            want.extend(stored.attend(&batch.shape, &queries[at], tokens - count + query + 1));
+        }
+        first += count;
+    }
+    Ok(nmse(&got, &want))
+}
+
+/// The decoded keys and values of a sequence, span by span: `[kv_heads, tokens, head_dim]`.
+struct Stored {
+    spans: Vec<(usize, Vec<f32>, Vec<f32>)>,
+}
+
+impl Stored {
+    async fn read<B: Timed>(backend: &B, cache: &KvCache<B>, sequence: usize) -> Result<Self> {
+        let mut spans = Vec::new();
+        for span in cache.dequantize(sequence)? {
+            spans.push((span.tokens, backend.download(&span.keys).await?, backend.download(&span.values).await?));
+        }
+        Ok(Self { spans })
+    }
+
+    /// One query of every head over the first `visible` tokens.
+    fn attend(&self, shape: &AttentionShape, query: &[half::f16], visible: usize) -> Vec<f64> {
+        let dim = shape.head_dim();
+        let group = shape.query_heads() / shape.kv_heads();
+        let head = |head: usize| {
+            let query = &query[head * dim..(head + 1) * dim];
+            let dot = |key: &[f32]| -> f64 { key.iter().zip(query).map(|(k, q)| f64::from(*k) * q.to_f64()).sum() };
+            let rows: Vec<(f64, &[f32])> = self
+                .rows(head / group, dim)
+                .take(visible)
+                .map(|(key, value)| (dot(key) / (dim as f64).sqrt(), value))
+                .collect();
+            let largest = rows.iter().fold(f64::NEG_INFINITY, |largest, (score, _)| largest.max(*score));
+            let (mut sum, mut output) = (0.0, vec![0.0; dim]);
+            for (score, value) in rows {
+                let weight = (score - largest).exp();
+                sum += weight;
+                output.iter_mut().zip(value).for_each(|(out, v)| *out += weight * f64::from(*v));
+            }
+            output.iter_mut().for_each(|out| *out /= sum);
+            output
+        };
+        (0..shape.query_heads()).flat_map(head).collect()
+    }
+
+    /// The keys and values of one KV head, token by token.
+    fn rows(&self, kv_head: usize, dim: usize) -> impl Iterator<Item = (&[f32], &[f32])> {
+        self.spans.iter().flat_map(move |(tokens, keys, values)| {
+            let of_head = kv_head * tokens * dim..(kv_head + 1) * tokens * dim;
+            keys[of_head.clone()].chunks_exact(dim).zip(values[of_head].chunks_exact(dim))
+        })
+    }
+}
+
+fn print_row(row: &PrefillRow, first: bool) -> Result<()> {
+    if first {
+        say!(
+            "{:<46} {:>9} {:<34} {:>10} {:>7} {:>8} {:>6}",
+            "batch",
+            "heads",
+            "format",
+            "wall µs",
+            "±",
+            "TFLOP/s",
+            "NMSE"
+        )?;
+    }
+    let PrefillRow { batch, query_heads, kv_heads, head_dim, format, wall_us, spread, tflops, nmse, .. } = row;
+    let (heads, percent) = (format!("{query_heads}/{kv_heads}×{head_dim}"), spread.percent_of(*wall_us));
+    say!("{batch:<46} {heads:>9} {format:<34} {wall_us:>10.1} {percent:>5.1} % {tflops:>8.2} {nmse:>6.0e}")?;
+    if row.guard_low_percent > UNSTEADY_PERCENT {
+        note!("the device ran {:.0} % below its best around that row", row.guard_low_percent);
+    }
+    Ok(())
+}
