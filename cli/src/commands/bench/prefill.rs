@@ -26,7 +26,7 @@ const SAMPLES: usize = 7;
 /// Seconds of a sample, at least: many calls are queued, then the device is waited for once.
 const SECONDS: f64 = 0.02;
 
-/// Queries of every sequence that are held against f64: the first, the middle and the last.
+/// Queries of every sequence that are compared with f64: the first, the middle and the last.
 const CHECKED: usize = 3;
 
 /// What was found, as it is printed in JSON.
