@@ -23,8 +23,9 @@ impl<B: Backend> KvCache<B> {
     /// Reserves room for one more span of `tokens` tokens, so that storing them allocates nothing on the device.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such store, [`Error::Limit`] for more tokens than a sequence may have,
-    /// [`Error::NoRoom`] when the budget has no room for them, [`Error::OutOfMemory`]. The cache is as it was.
+    /// [`Error::Plan`](crate::Error::Plan) when there is no such store, [`Error::Limit`](crate::Error::Limit) for more
+    /// tokens than a sequence may have, [`Error::NoRoom`](crate::Error::NoRoom) when the budget has no room for them,
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory). The cache is as it was.
     pub async fn reserve(&mut self, store: StoreId, tokens: usize) -> Result<()> {
         TokenCount::new(tokens)?;
         let mut needed = vec![StoreRoom::default(); self.recipe().stores().len()];
@@ -46,7 +47,7 @@ impl<B: Backend> KvCache<B> {
     /// Pages of a sequence, by store.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence.
+    /// [`Error::Sequence`](crate::Error::Sequence) when there is no such sequence.
     pub fn pages_of(&self, sequence: usize) -> Result<Vec<SequencePages>> {
         self.group.page_tables.pages_of(sequence)
     }

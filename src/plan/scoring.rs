@@ -87,7 +87,7 @@ impl Scoring {
     }
 
     /// Factor on `q·k` for scores in units of log2.
-    #[cfg(feature = "wgpu")]
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) fn log2_scale(&self, shape: &AttentionShape) -> f32 {
         use std::f32::consts::LOG2_E;
         // The quotient is rounded once, the product twice.

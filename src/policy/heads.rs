@@ -42,3 +42,16 @@ impl HeadAggregation {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_scores_of_each_head_have_a_row_for_it() {
+        for aggregation in HeadAggregation::ALL {
+            let rows = if aggregation == HeadAggregation::Each { 12 } else { 4 };
+            assert_eq!(aggregation.rows(12, 4), rows, "{aggregation:?}");
+        }
+    }
+}
