@@ -26,7 +26,7 @@ const SAMPLES: usize = 7;
 /// Seconds of a sample, at least: many calls are queued, then the device is waited for once.
 const SECONDS: f64 = 0.02;
 
-/// Queries of every sequence that are compared with f64: the first, the middle and the last.
+/// Queries of a checked sequence that are compared with f64: the first, the middle and the last.
 const CHECKED: usize = 3;
 
 /// What was found, as it is printed in JSON.
@@ -46,6 +46,7 @@ struct PrefillRow {
     query_heads: usize,
     kv_heads: usize,
     head_dim: usize,
+    /// The recipe that stores in this format, or the format.
     format: String,
     /// A call of `KvCache::attend_into`, in microseconds, the median of the samples.
     wall_us: f64,
@@ -215,7 +216,7 @@ async fn row<B: Timed + Clone>(
         query_heads: shape.query_heads(),
         kv_heads: shape.kv_heads(),
         head_dim: shape.head_dim(),
-        format: format.to_string(),
+        format: recipes::of_format(&format, &shape).unwrap_or_else(|| format.to_string()),
         wall_us: times.seconds * 1e6,
         spread: times.spread,
         tflops: batch.operations() / times.seconds / 1e12,
@@ -256,17 +257,25 @@ fn recipe(format: SegmentFormat) -> Recipe {
     }
 }
 
-/// Stores the tokens of every sequence.
+/// Stores the tokens of every sequence. Sequences of one length hold the same, each in pages of its own.
 async fn fill<B: Timed>(backend: &B, cache: &mut KvCache<B>, batch: &Batch) -> Result<()> {
     let shape = batch.shape;
+    let mut uploaded: Option<(usize, B::Tensor, B::Tensor)> = None;
     for (sequence, &(tokens, _)) in batch.sequences.iter().enumerate() {
-        let elements = tokens * shape.kv_heads() * shape.head_dim();
-        let [keys, values] = [4, 5].map(|seed| rows_of(elements, shape.head_dim(), seed + 2 * sequence as u64));
-        let (keys, values) =
-            (backend.upload(Elements::F16(&keys)).await?, backend.upload(Elements::F16(&values)).await?);
+        let (keys, values) = match &uploaded {
+            Some((length, keys, values)) if *length == tokens => (keys, values),
+            _ => {
+                let elements = tokens * shape.kv_heads() * shape.head_dim();
+                let [keys, values] = [4, 5].map(|seed| rows_of(elements, shape.head_dim(), seed));
+                let (keys, values) =
+                    (backend.upload(Elements::F16(&keys)).await?, backend.upload(Elements::F16(&values)).await?);
+                let (_, keys, values) = uploaded.insert((tokens, keys, values));
+                (&*keys, &*values)
+            }
+        };
         let range = TokenRange::new(0, tokens)?;
         let span = if cache.recipe().packs() { PromptSpan::packed(range) } else { PromptSpan::f16(range) };
-        cache.prefill(sequence, RowLayout::token_major(tokens, &shape), &keys, &values, &[span]).await?;
+        cache.prefill(sequence, RowLayout::token_major(tokens, &shape), keys, values, &[span]).await?;
     }
     Ok(())
 }
@@ -290,7 +299,13 @@ async fn check<B: Timed>(
 ) -> Result<f64> {
     let (row, output) = (batch.shape.query_heads() * batch.shape.head_dim(), backend.download(output).await?);
     let (mut got, mut want, mut first) = (Vec::new(), Vec::new(), 0);
+    let last = batch.sequences.len() - 1;
     for (sequence, &(tokens, count)) in batch.sequences.iter().enumerate() {
+        // Of sequences alike the first is checked, and the last of all.
+        if sequence != last && sequence > 0 && batch.sequences[sequence - 1] == (tokens, count) {
+            first += count;
+            continue;
+        }
         let stored = Stored::read(backend, cache, sequence).await?;
         for checked in 0..CHECKED {
             let query = checked * (count - 1) / (CHECKED - 1);
@@ -354,10 +369,10 @@ impl Stored {
 fn print_row(row: &PrefillRow, first: bool) -> Result<()> {
     if first {
         say!(
-            "{:<46} {:>9} {:<34} {:>10} {:>7} {:>8} {:>6}",
+            "{:<46} {:>9} {:<14} {:>10} {:>7} {:>8} {:>6}",
             "batch",
             "heads",
-            "format",
+            "recipe",
             "wall µs",
             "±",
             "TFLOP/s",
@@ -366,7 +381,7 @@ fn print_row(row: &PrefillRow, first: bool) -> Result<()> {
     }
     let PrefillRow { batch, query_heads, kv_heads, head_dim, format, wall_us, spread, tflops, nmse, .. } = row;
     let (heads, percent) = (format!("{query_heads}/{kv_heads}×{head_dim}"), spread.percent_of(*wall_us));
-    say!("{batch:<46} {heads:>9} {format:<34} {wall_us:>10.1} {percent:>5.1} % {tflops:>8.2} {nmse:>6.0e}")?;
+    say!("{batch:<46} {heads:>9} {format:<14} {wall_us:>10.1} {percent:>5.1} % {tflops:>8.2} {nmse:>6.0e}")?;
     if row.guard_low_percent > UNSTEADY_PERCENT {
         note!("the device ran {:.0} % below its best around that row", row.guard_low_percent);
     }
