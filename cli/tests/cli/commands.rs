@@ -69,16 +69,18 @@ fn bench_prints_checked_rows() {
     let bench = json(&["bench", "--backend", "cpu", "--quick", "--shape", "g1-b1-4k", "--footprint", "1", "--json"]);
     let rows = bench["shapes"][0]["rows"].as_array().expect("rows");
     assert_eq!(rows.len(), 6);
-    for row in rows {
-        assert_eq!(row["outcome"], "timed");
+    // On a busy machine the bandwidth may be read lower than what a row takes: such a row has no figures.
+    let (timed, others): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row["outcome"] == "timed");
+    assert!(timed.len() >= 3 && others.iter().all(|row| row.to_string().contains("read bandwidth")), "{bench}");
+    for row in timed {
         assert!(row["nmse"].as_f64().unwrap() < 1e-6 && row["step_us"].as_f64().unwrap() > 0.0, "{row}");
         let (us, spread) = (row["step_us"].as_f64().unwrap(), &row["spread"]);
         assert!(spread["samples"].as_u64() >= Some(5), "{row}");
         assert!(spread["low_us"].as_f64().unwrap() <= us && us <= spread["high_us"].as_f64().unwrap(), "{row}");
         // No recipe has 3 bits and a range per channel.
         assert_eq!(row["recipe"].is_string(), row["format"] != "3-bit per channel", "{row}");
+        assert!(row["format"] == "f16" || row["times_f16"].as_f64().unwrap() > 0.0, "{row}");
     }
-    assert!(rows[1..].iter().all(|row| row["times_f16"].as_f64().unwrap() > 0.0));
     // What it takes to repeat them.
     let run = &bench["run"];
     assert!(run["command"].as_str().unwrap().starts_with("kvpack bench --backend cpu --quick"), "{run}");
