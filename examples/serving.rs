@@ -33,7 +33,7 @@ const CHUNK: usize = 32;
 /// The request whose prompt is a document.
 const DOCUMENT: usize = 3;
 
-/// What a user asks for: a prompt behind the system prompt, or a document, and so many tokens.
+/// A request of a user: a prompt that follows the system prompt, or a document, and the number of tokens to generate.
 #[derive(Clone, Copy)]
 struct Request {
     id: usize,

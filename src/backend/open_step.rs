@@ -34,7 +34,7 @@ pub struct OpenStep<'a, S, F> {
 pub struct StoredLayers(Vec<AtomicBool>);
 
 impl StoredLayers {
-    /// None of so many layers.
+    /// For a step of `layers` layers, none of which has stored its tokens yet.
     pub(crate) fn none_of(layers: usize) -> Self {
         Self((0..layers).map(|_| AtomicBool::new(false)).collect())
     }

@@ -49,7 +49,7 @@ impl Budget {
         Self::of_bytes(u64::MAX)
     }
 
-    /// So many bytes over all layers, by doubling as long as that fits.
+    /// At most `bytes` bytes over all layers. Stores grow by doubling while the budget allows it.
     pub const fn of_bytes(bytes: u64) -> Self {
         Self { bytes, growth: Growth::Doubling }
     }

@@ -37,7 +37,7 @@ impl<B: Backend> KvCache<B> {
         reserve(std::slice::from_mut(&mut self.group), &[needed], self.budget, asked).await
     }
 
-    /// Gives memory back that nothing lies in: the newest shards of every store. Returns the bytes.
+    /// Frees memory that holds nothing: the newest shards of every store. Returns the number of bytes.
     pub fn trim(&mut self) -> u64 {
         let before = self.memory().allocated_bytes();
         self.group.trim();

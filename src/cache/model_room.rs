@@ -150,8 +150,8 @@ impl<B: Backend> ModelCache<B> {
         self.reserve_room(&needed, Asked::OnTheWay).await
     }
 
-    /// Gives memory back that nothing lies in: the newest shards of every store. Returns the bytes. What was bound to
-    /// the stores before holds them until it is bound anew.
+    /// Frees memory that holds nothing: the newest shards of every store. Returns the number of bytes. A bound step
+    /// keeps the buffers alive that it was bound to, until the engine writes another step.
     ///
     /// # Errors
     /// [`Error::Plan`] when a step is open.

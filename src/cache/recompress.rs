@@ -256,8 +256,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// KV heads, or tokens are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans));
     /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
     /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something
-    /// decodes to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit in
-    /// addition to what is held. The cache is as it was.
+    /// decodes to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when the kept tokens do not fit
+    /// beside the present ones. The cache is as it was.
     pub async fn compress_again(
         &mut self,
         sequence: usize,

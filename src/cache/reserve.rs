@@ -223,7 +223,7 @@ impl<B: Backend> LayerGroup<B> {
         Ok(())
     }
 
-    /// Drops the newest shards until every store has so many. Nothing lies in them.
+    /// Drops the newest shards of every store until it has the number in `shards`, or until a shard holds pages.
     fn drop_shards(&mut self, shards: &[usize]) {
         for (store, &shards) in self.store_ids().zip(shards) {
             while self.page_tables.room(store).shards() > shards && self.drop_shard(store) {}

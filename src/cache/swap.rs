@@ -62,10 +62,10 @@ impl<I> SwappedSequence<I> {
         self.groups.iter().map(|group| group.layers.len()).sum()
     }
 
-    /// What it held in the layers of every group.
+    /// The part of the sequence for the layers of each group.
     ///
     /// # Errors
-    /// [`Error::Plan`] when those are of other shapes or recipes.
+    /// [`Error::Plan`] when the groups are of other shapes or recipes.
     fn parts_of<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<SwappedPart<'_, I>>>
     where
         I: Clone,
@@ -81,7 +81,7 @@ impl<I> SwappedSequence<I> {
     /// Room that it needs in every group.
     ///
     /// # Errors
-    /// [`Error::Plan`] when those are of other shapes or recipes.
+    /// [`Error::Plan`] when the groups are of other shapes or recipes.
     pub(super) fn room_in<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<Vec<StoreRoom>>>
     where
         I: TokenIndices + Clone,
@@ -90,7 +90,7 @@ impl<I> SwappedSequence<I> {
         Ok(groups.iter().zip(parts).map(|(group, part)| group.page_tables.room_for_sequence(&part.sequence)).collect())
     }
 
-    /// What it held in the layers of a group; `None` if those are of another shape or recipe.
+    /// The part of the sequence for the layers of a group; `None` if the group is of another shape or recipe.
     fn part_of<B: Backend<Indices = I>>(&self, group: &LayerGroup<B>) -> Option<SwappedPart<'_, I>>
     where
         I: Clone,

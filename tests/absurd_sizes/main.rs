@@ -168,7 +168,7 @@ fn no_number_ends_the_process() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
-/// Runs the calls from one on in a process whose memory is limited, and returns how it ended and what it said.
+/// Runs the calls from number `first` on in a process of limited memory. Returns its exit status and its output.
 fn run_limited(first: usize) -> (ExitStatus, String) {
     let mut limited = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "calls_in_limited_memory", "--ignored", "--nocapture"])

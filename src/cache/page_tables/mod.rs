@@ -149,7 +149,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(())
     }
 
-    /// Checks that a sequence may become longer by so many tokens.
+    /// Checks that a sequence may grow by `tokens` tokens.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Limit`].

@@ -159,7 +159,8 @@ impl Capabilities {
         capabilities.with_matrices(matrices)
     }
 
-    /// With cooperative matrices, where kernels have what they need beside them.
+    /// Adds cooperative matrices if they are offered and the device has the f16 and the subgroups that kernels with
+    /// matrices need too.
     const fn with_matrices(self, offered: bool) -> Self {
         Self { matrices: offered && self.f16 && self.subgroups.is_some(), ..self }
     }

@@ -180,7 +180,7 @@ impl BoundStoreStep {
         self.encode_slot(table, 0, pass)
     }
 
-    /// The same for a table that lies so many bytes behind the first one of the memory.
+    /// The same for a table that begins `offset` bytes after the first one of the memory.
     pub(in crate::wgpu) fn encode_slot(
         &self,
         table: &WriteTable,

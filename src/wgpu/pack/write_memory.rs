@@ -30,7 +30,7 @@ impl WriteMemory {
         Self::with_slots(device, layout, 1)
     }
 
-    /// The same with the tables of so many steps, one behind the other.
+    /// The same with room for the tables of `slots` steps, one after the other.
     pub(in crate::wgpu) fn with_slots(device: &wgpu::Device, layout: &Arc<WriteLayout>, slots: usize) -> Result<Self> {
         let limits = KernelLimits::new(&device.limits());
         let allowed = limits.binding_bytes;

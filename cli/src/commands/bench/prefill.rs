@@ -15,7 +15,7 @@ use kvpack_report::{Run, Spread, StepTimes, recipes};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
-use super::timed::{Guard, Timed};
+use super::timed::{Guard, Timed, random_rows};
 use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
 use crate::provenance;
@@ -182,6 +182,9 @@ pub fn run<B: Timed + Clone>(backend: &B, driver: String, recipe: Option<&str>, 
     } else {
         say!("\n{}: KvCache::attend_into by the wall clock, median of {SAMPLES} samples.", report.backend)?;
         say!("TFLOP/s: 4 · head_dim · query heads · pairs of a query and a token that it sees.")?;
+        say!(
+            "NMSE: of {CHECKED} queries of every sequence against f64; of sequences alike, the first and the last of all."
+        )?;
     }
     Ok(Outcome::Passed)
 }
@@ -196,7 +199,7 @@ async fn row<B: Timed + Clone>(
     let mut cache = KvCache::new(backend.clone(), shape, batch.sequences.len(), recipe(format))?;
     fill(backend, &mut cache, batch).await?;
     let row = shape.query_heads() * shape.head_dim();
-    let host = rows_of(batch.queries() * row, shape.head_dim(), 3);
+    let host = random_rows(batch.queries() * row, shape.head_dim(), 3);
     let queries = backend.upload(Elements::F16(&host)).await?;
     let runs = batch.runs();
     let mut output = cache.attend_runs(&runs, &queries, ElementType::F16).await?;
@@ -266,7 +269,7 @@ async fn fill<B: Timed>(backend: &B, cache: &mut KvCache<B>, batch: &Batch) -> R
             Some((length, keys, values)) if *length == tokens => (keys, values),
             _ => {
                 let elements = tokens * shape.kv_heads() * shape.head_dim();
-                let [keys, values] = [4, 5].map(|seed| rows_of(elements, shape.head_dim(), seed));
+                let [keys, values] = [4, 5].map(|seed| random_rows(elements, shape.head_dim(), seed));
                 let (keys, values) =
                     (backend.upload(Elements::F16(&keys)).await?, backend.upload(Elements::F16(&values)).await?);
                 let (_, keys, values) = uploaded.insert((tokens, keys, values));
@@ -278,16 +281,6 @@ async fn fill<B: Timed>(backend: &B, cache: &mut KvCache<B>, batch: &Batch) -> R
         cache.prefill(sequence, RowLayout::token_major(tokens, &shape), keys, values, &[span]).await?;
     }
     Ok(())
-}
-
-/// Random numbers of a bell curve, with a channel that stands out.
-fn rows_of(elements: usize, head_dim: usize, seed: u64) -> Vec<half::f16> {
-    let mut random = fastrand::Rng::with_seed(seed);
-    let element = |at: usize| {
-        let bell: f32 = (0..3).map(|_| random.f32() - 0.5).sum();
-        half::f16::from_f32(if at % head_dim == 17 { 3.0 + bell } else { bell })
-    };
-    (0..elements).map(element).collect()
 }
 
 /// The error of some queries of every sequence against f64 over the stored data.

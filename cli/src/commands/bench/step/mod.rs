@@ -17,7 +17,7 @@ use kvpack::{AttentionShape, Backend, Error, TILE_TOKENS};
 use kvpack_report::Run;
 use serde::Serialize;
 
-use super::timed::Timed;
+use super::timed::{Timed, random_rows};
 use crate::outcome::Wrong;
 use crate::print::{self, note, say};
 use crate::provenance;
@@ -280,15 +280,9 @@ async fn fill<B: TimedModel>(backend: &B, cache: &mut ModelCache<B>, subject: Su
     Ok(())
 }
 
-/// Random numbers of a bell curve, with a channel that stands out.
+/// Random rows on the device.
 async fn upload<B: Backend>(backend: &B, elements: usize, seed: u64) -> Result<B::Tensor> {
-    let mut random = fastrand::Rng::with_seed(seed);
-    let element = |at: usize| {
-        let bell: f32 = (0..3).map(|_| random.f32() - 0.5).sum();
-        half::f16::from_f32(if at % 128 == 17 { 6.0 + bell } else { bell })
-    };
-    let rows: Vec<half::f16> = (0..elements).map(element).collect();
-    Ok(backend.upload(Elements::F16(&rows)).await?)
+    Ok(backend.upload(Elements::F16(&random_rows(elements, 128, seed))).await?)
 }
 
 fn print_row(row: &StepRow, first: bool) -> Result<()> {
