@@ -374,7 +374,7 @@ fn print_row(row: &PrefillRow, first: bool) -> Result<()> {
     }
     let PrefillRow { batch, query_heads, kv_heads, head_dim, format, wall_us, spread, tflops, nmse, .. } = row;
     let (heads, percent) = (format!("{query_heads}/{kv_heads}×{head_dim}"), spread.percent_of(*wall_us));
-    say!("{batch:<46} {heads:>9} {format:<14} {wall_us:>10.1} {percent:>5.1} % {tflops:>8.2} {nmse:>6.0e}")?;
+    say!("{batch:<46} {heads:>9} {format:<14} {wall_us:>10.1} {percent:>5.1} % {tflops:>8.3} {nmse:>6.0e}")?;
     if row.guard_low_percent > UNSTEADY_PERCENT {
         note!("the device ran {:.0} % below its best around that row", row.guard_low_percent);
     }
