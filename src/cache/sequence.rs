@@ -108,19 +108,21 @@ pub(super) struct Sequence<I> {
     pub(super) length: usize,
     /// Slot of the centre of its keys, once it has one.
     pub(super) centre: Option<usize>,
+    /// Positions before this one were released behind a sliding window.
+    pub(super) released: usize,
 }
 
 impl<I: Clone> Sequence<I> {
     /// The same sequence in some of the layers that share it.
     pub(super) fn in_layers(&self, layers: Range<usize>) -> Self {
         let spans = self.spans.iter().map(|span| span.in_layers(layers.clone())).collect();
-        Self { spans, length: self.length, centre: self.centre }
+        Self { spans, length: self.length, centre: self.centre, released: self.released }
     }
 }
 
 impl<I> Default for Sequence<I> {
     fn default() -> Self {
-        Self { spans: Vec::new(), length: 0, centre: None }
+        Self { spans: Vec::new(), length: 0, centre: None, released: 0 }
     }
 }
 
@@ -294,6 +296,7 @@ impl<I: TokenIndices> Sequence<I> {
             self.spans.push(span);
         }
         self.length = self.length.min(length);
+        self.released = self.released.min(self.length);
         Ok(freed)
     }
 

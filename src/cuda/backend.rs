@@ -25,7 +25,8 @@ use super::select::{
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, Storage, TensorRows, TokenSelection,
+    WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -105,6 +106,17 @@ impl Cuda {
     /// launches that read them.
     fn scratch(&self) -> MutexGuard<'_, PackScratch> {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Packs a part of a prompt that a step stored in f16.
+    pub(super) fn pack_staged(&self, stores: &[&Store], span: &StagedSpan) -> Result<()> {
+        let (Some(f16), Some(packed)) = (stores.first(), stores.get(span.store)) else {
+            let reason = format!("a part of a prompt is packed into store {} of {}", span.store, stores.len());
+            return Err(Error::Plan { what: "step", reason });
+        };
+        let (launcher, mut scratch) = (self.launcher(), self.scratch());
+        let [keys, values] = launcher.dequantize(&mut scratch, f16, &span.read())?;
+        launcher.quantize(&mut scratch, packed, &keys, &values, &span.write(packed.shape())?)
     }
 
     /// Uploads the table of a storing step, and launches the step.

@@ -6,7 +6,7 @@ use super::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes,
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
-use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory};
+use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory, staged};
 use super::table_slots::TableSlots;
 use crate::backend::{
     AttendOptions, BoundClasses, OpenStep, QueryPrecision, StepKind, StoredLayers, WriteInput, of_layer,
@@ -76,6 +76,8 @@ pub struct ModelStep {
     lse: Vec<Tensor>,
     bound: BoundClasses<Bound>,
     slots: TableSlots,
+    /// What packs the parts of prompts of the step that was written last, by layer.
+    staged: Vec<Launches>,
 }
 
 /// Number of classes of steps that are kept.
@@ -120,6 +122,8 @@ pub struct WrittenStep<'a> {
     table: &'a WriteTable,
     slots: &'a TableSlots,
     slot: usize,
+    /// By layer; none where the step packs no part of a prompt.
+    staged: &'a [Launches],
     stored: &'a StoredLayers,
     bound_anew: bool,
 }
@@ -142,8 +146,9 @@ impl ModelStep {
             return Err(Error::Plan { what: "step of a model", reason });
         }
         let (backend, bound, slots) = (backend.clone(), BoundClasses::new(KEPT_CLASSES), TableSlots::new());
-        let (query, split, query_rows, output_rows, lse) = (None, Split::default(), None, None, Vec::new());
-        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, lse, bound, slots })
+        let (query, split, query_rows, output_rows) = (None, Split::default(), None, None);
+        let (lse, staged) = (Vec::new(), Vec::new());
+        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, lse, bound, slots, staged })
     }
 
     /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
@@ -203,6 +208,7 @@ impl ModelStep {
         let longest = longest.min(self.rows.tokens);
         let short: Vec<_> = (2..=longest.min(MOST_CHUNK_KINDS)).map(|tokens| QueryRun::causal(0, tokens)).collect();
         self.prepare_runs(kind, &short, &[1, MANY_TILES]).await?;
+        self.backend.kernels().prepare(&staged::variants_of(kind)?).await?;
         if !self.backend.capabilities().matrices {
             return Ok(());
         }
@@ -277,9 +283,10 @@ impl ModelStep {
             queue.write_buffer(&bound.scratch.tables, u64::from(bound.slot_offset(slot)), bound.plan.tables());
             bound.memory.write_slot(queue, step.table, slot)
         })??;
-        let Self { backend, rows, layers, slots, .. } = self;
+        self.staged = staged::bind(self.backend.kernels(), step)?;
+        let Self { backend, rows, layers, slots, staged, .. } = self;
         let (bound, table, stored) = (self.bound.put(bound), step.table, step.stored);
-        Ok(WrittenStep { backend, rows, layers, bound, table, slots, slot, stored, bound_anew })
+        Ok(WrittenStep { backend, rows, layers, bound, table, slots, slot, staged, stored, bound_anew })
     }
 
     /// A slot for the tables of a step. Where steps that are under way read all of them, what is bound goes, since
@@ -402,6 +409,9 @@ impl WrittenStep<'_> {
         let stores = of_layer(&self.bound.stores, layer)?;
         self.slots.hold(self.slot, pass);
         stores.encode_slot(self.table, self.bound.memory.slot_offset(self.slot), pass)?;
+        if let Some(staged) = self.staged.get(layer) {
+            staged.encode(pass);
+        }
         self.stored.mark(self.bound.numbers[layer]);
         Ok(())
     }

@@ -9,6 +9,7 @@ pub mod mixed;
 pub mod model_steps;
 pub mod non_finite_queries;
 pub mod parted_layers;
+pub mod prompt_parts;
 pub mod query_runs;
 pub mod random_rows;
 pub mod rounding;

@@ -29,7 +29,8 @@ fn serve(growth: Growth, seed: u64) {
         let mut server = Server::new(&Cpu::new(), recipe, growth, seed, |_| Calls);
         server.serve(operations);
         println!("{recipe}, {growth:?}: {} steps, {} refused", server.steps, server.refused);
-        assert!(server.refused > 10, "{recipe}, {growth:?}: the budget ran out {} times", server.refused);
+        assert!(server.refused > operations / 200, "{recipe}, {growth:?}: the budget ran out {} times", server.refused);
+        assert!(server.steps > operations / 5, "{recipe}, {growth:?}: {} steps", server.steps);
     }
 }
 
