@@ -310,7 +310,7 @@ impl<B: Backend> ModelCache<B> {
 
     // --- parts -----------------------------------------------------------------------------------------------------
 
-    fn place(&self, layer: usize) -> Result<(usize, usize)> {
+    pub(super) fn place(&self, layer: usize) -> Result<(usize, usize)> {
         let no_layer = || {
             let reason = format!("layer {layer} of a cache with {} layers", self.layers.len());
             Error::Plan { what: "layer", reason }
