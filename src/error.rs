@@ -214,6 +214,19 @@ pub enum Error {
         free: u64,
     },
 
+    /// A call that submits commands of its own, while an engine has not submitted the steps that it encoded over the
+    /// same pages: it would overtake them. Nothing has changed. Only wgpu has this error: a CUDA stream keeps the order.
+    #[error(
+        "{what}: {steps} encoded steps of this cache are not submitted, so its pages do not hold what the cache says. \
+         Submit their command buffers, or drop them, and call again"
+    )]
+    NotSubmitted {
+        /// What the call does.
+        what: &'static str,
+        /// Number of steps.
+        steps: usize,
+    },
+
     /// No adapter was found, or not the requested one.
     #[error("no usable GPU adapter: {reason}")]
     Adapter {

@@ -73,8 +73,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// of the prompt. The same prompt gives the same bits in every run.
     ///
     /// Layers that keep as many tokens go on to share their page tables, so that a step has one part for them: those of
-    /// policies whose layers have equal budgets. Otherwise every layer of a kind has page tables of its own from then
-    /// on.
+    /// policies whose layers have equal budgets. Otherwise every layer of a kind has page tables of its own until no
+    /// sequence holds the layers apart: see [`ModelCache::clear`].
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was
@@ -164,7 +164,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     }
 
     /// Writes what is kept of a prompt, in changes that are still open. Layers that keep as many tokens go on to share
-    /// their page tables; a kind of layers that do not has page tables for each from now on.
+    /// their page tables; a kind of layers that do not parts.
     async fn store_kept(
         &mut self,
         sequence: usize,
@@ -180,7 +180,10 @@ impl<B: Backend + Clone> ModelCache<B> {
             let spans: Vec<_> = kept[group.numbers()[0]].iter().map(KeptTokens::span).collect();
             needed.push(group.page_tables.room_for_prompt(&spans)?);
         }
-        self.reserve_room(&needed, Asked::OnTheWay).await?;
+        if let Err(error) = self.reserve_room(&needed, Asked::OnTheWay).await {
+            self.join_layers();
+            return Err(error);
+        }
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for group in &mut self.groups {
@@ -197,28 +200,13 @@ impl<B: Backend + Clone> ModelCache<B> {
         for (group, change) in self.groups.iter_mut().zip(changes) {
             if commits { group.page_tables.commit(change) } else { group.page_tables.abandon(change) }
         }
+        if !commits {
+            self.join_layers();
+        }
     }
 
     fn shapes(&self) -> Vec<AttentionShape> {
         self.layers.iter().map(|&(group, _)| self.groups[group].shape).collect()
-    }
-
-    /// Gives every layer of the groups that are to part page tables of its own.
-    pub(super) fn part_layers(&mut self, apart: impl Fn(&LayerGroup<B>) -> bool) {
-        let mut groups = Vec::with_capacity(self.layers.len());
-        for group in std::mem::take(&mut self.groups) {
-            if group.layers() > 1 && apart(&group) {
-                groups.extend(group.part());
-            } else {
-                groups.push(group);
-            }
-        }
-        // In the order of their layers, as steps and changes of all layers have it.
-        groups.sort_by_key(|group| group.numbers()[0]);
-        for (at, group) in groups.iter().enumerate() {
-            group.numbers().iter().enumerate().for_each(|(place, &number)| self.layers[number] = (at, place));
-        }
-        self.groups = groups;
     }
 }
 

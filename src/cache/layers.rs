@@ -21,16 +21,16 @@ pub(super) struct LayerGroup<B: Backend> {
     pub(super) split: Split,
     pub(super) page_tables: PageTables<B::Indices>,
     /// The writes of the open step.
-    table: GroupTable,
+    pub(super) table: GroupTable,
     /// The flags of all layers of the model.
-    flags: Arc<B::NonFiniteFlags>,
-    layers: Vec<Vec<LayerStore<B>>>,
+    pub(super) flags: Arc<B::NonFiniteFlags>,
+    pub(super) layers: Vec<Vec<LayerStore<B>>>,
     /// The index of every layer in its model.
-    numbers: Vec<usize>,
+    pub(super) numbers: Vec<usize>,
 }
 
 /// A store of one layer on the device.
-struct LayerStore<B: Backend> {
+pub(super) struct LayerStore<B: Backend> {
     store: B::Store,
     /// Shards. It may have more than the page tables know of, where a future was dropped that added them.
     shards: usize,
@@ -105,29 +105,6 @@ impl<B: Backend> LayerGroup<B> {
         &self.numbers
     }
 
-    /// Splits the group into single layers, each with its own copy of the page tables: from now on they may hold
-    /// different numbers of tokens.
-    pub(super) fn part(self) -> impl Iterator<Item = Self>
-    where
-        B: Clone,
-    {
-        let Self { backend, shape, split, page_tables, table, flags, layers, numbers } = self;
-        let alone = move |(layer, (stores, number))| {
-            let (backend, page_tables, table) = (backend.clone(), page_tables.of_layer(layer), table.clone());
-            Self {
-                backend,
-                shape,
-                split,
-                page_tables,
-                table,
-                flags: flags.clone(),
-                layers: vec![stores],
-                numbers: vec![number],
-            }
-        };
-        layers.into_iter().zip(numbers).enumerate().map(alone)
-    }
-
     /// The stores of a layer, in the order of plans.
     pub(super) fn stores(&self, layer: usize) -> Vec<&B::Store> {
         self.layers[layer].iter().map(|of| &of.store).collect()
@@ -175,6 +152,17 @@ impl<B: Backend> LayerGroup<B> {
             layers.iter_mut().for_each(|of| of[store.index()].drop_shards(backend, known));
         }
         dropped
+    }
+
+    /// Drops the shards of every layer that the page tables do not know of.
+    pub(super) fn drop_unknown_shards(&mut self) {
+        self.table.note_changed_stores();
+        let Self { backend, layers, page_tables, .. } = self;
+        for stores in layers {
+            for (of, known) in stores.iter_mut().zip(page_tables.shards()) {
+                of.drop_shards(backend, known);
+            }
+        }
     }
 
     /// Grows the range slots of a store in every layer. What an error leaves behind is free slots, nothing else.

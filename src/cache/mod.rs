@@ -48,6 +48,7 @@ mod sequence;
 mod slots;
 mod step;
 mod swap;
+mod together;
 mod write_table;
 
 pub use budget::{Budget, Growth};

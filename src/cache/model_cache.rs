@@ -23,6 +23,9 @@ use crate::{Error, Result};
 /// attends. Then the step is committed or abandoned. A failure in layer 17 therefore does not leave layers 0 to 16
 /// ahead, and the pages that the step took are released.
 ///
+/// Through wgpu, calls that submit commands return [`Error::NotSubmitted`] as long as an engine has steps of the cache
+/// that it encoded and did not submit.
+///
 /// ```
 /// use kvpack::cache::{ModelCache, Recipe, TokenRun};
 /// use kvpack::cpu::{Cpu, CpuTensor};
@@ -307,7 +310,7 @@ impl<B: Backend> ModelCache<B> {
 
     // --- parts -----------------------------------------------------------------------------------------------------
 
-    fn place(&self, layer: usize) -> Result<(usize, usize)> {
+    pub(super) fn place(&self, layer: usize) -> Result<(usize, usize)> {
         let no_layer = || {
             let reason = format!("layer {layer} of a cache with {} layers", self.layers.len());
             Error::Plan { what: "layer", reason }

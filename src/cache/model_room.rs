@@ -78,8 +78,7 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Plan`] when there is no such layer, or the sequence was taken out of a cache of other layers or
     /// recipes.
     pub fn room_for_swap_in(&self, layer: usize, swapped: &SwappedSequence<B::Indices>) -> Result<Vec<StoreRoom>> {
-        self.group(layer)?;
-        Ok(swapped.room_in(&self.groups)?.swap_remove(self.layers[layer].0))
+        swapped.room_in_layer(&self.groups, self.place(layer)?)
     }
 
     /// Room that [`ModelCache::compress`] needs in every layer for what the policy keeps of a prompt, by layer and
@@ -118,15 +117,16 @@ impl<B: Backend> ModelCache<B> {
         self.reserve_room(&needed, Asked::ForItself).await
     }
 
-    /// Allocates so much room in the layers that share the pages of this one: those of its shape and recipe. Layers of
+    /// Allocates so much room in the layers of the kind of this one: those of its shape and recipe. Layers of
     /// another recipe get room of their own, so that f16 layers take no f16 pages of packed ones.
     ///
     /// # Errors
     /// Those of [`ModelCache::reserve`], and [`Error::Plan`] when there is no such layer.
     pub async fn reserve_kind(&mut self, layer: usize, room: &[StoreRoom]) -> Result<()> {
-        let needed = room_of_stores(self.group(layer)?.0, room)?;
-        let of_group = self.layers[layer].0;
-        let rooms = (0..self.groups.len()).map(|group| if group == of_group { needed.clone() } else { Vec::new() });
+        let of = self.group(layer)?.0;
+        let needed = room_of_stores(of, room)?;
+        let same = |group: &LayerGroup<B>| group.shape == of.shape && group.recipe() == of.recipe();
+        let rooms = self.groups.iter().map(|group| if same(group) { needed.clone() } else { Vec::new() });
         self.reserve_room(&rooms.collect::<Vec<_>>(), Asked::ForItself).await
     }
 

@@ -47,13 +47,18 @@ impl<B: Backend> ModelCache<B> {
         written
     }
 
-    /// Removes all tokens of a sequence and releases its pages, range slots and centre.
+    /// Removes all tokens of a sequence and releases its pages, range slots and centre. Layers that parted because they
+    /// held different numbers of its tokens share their page tables again, unless another sequence holds them apart: it
+    /// too has different numbers of tokens in them, or lies in shards that they allocated apart. With
+    /// [`Growth::None`](super::Growth::None) they allocate none.
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
     pub fn clear(&mut self, sequence: usize) -> Result<()> {
         self.check_no_step()?;
-        self.groups.iter_mut().try_for_each(|group| group.page_tables.clear(sequence))
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.clear(sequence))?;
+        self.join_layers();
+        Ok(())
     }
 
     /// Lets an empty sequence share all tokens of another, in all layers: see [`KvCache::fork`](super::KvCache::fork).
@@ -75,7 +80,9 @@ impl<B: Backend> ModelCache<B> {
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.check_no_step()?;
         self.groups.iter().try_for_each(|group| group.page_tables.check_truncate(sequence, length))?;
-        self.groups.iter_mut().try_for_each(|group| group.page_tables.truncate(sequence, length))
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.truncate(sequence, length))?;
+        self.join_layers();
+        Ok(())
     }
 
     /// Releases whole pages of old tokens in all layers: see [`KvCache::forget`](super::KvCache::forget).

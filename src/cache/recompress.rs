@@ -284,7 +284,10 @@ impl<B: Backend + Clone> ModelCache<B> {
             let spans = places.map(|places| PromptSpan::gather(places, StoreId::PACKED));
             needed.push(group.page_tables.room_for_prompt(spans.as_slice())?);
         }
-        self.reserve_room(&needed, Asked::OnTheWay).await?;
+        if let Err(error) = self.reserve_room(&needed, Asked::OnTheWay).await {
+            self.join_layers();
+            return Err(error);
+        }
         let mut changes = Vec::with_capacity(self.groups.len());
         let mut written = Ok(());
         for group in &mut self.groups {

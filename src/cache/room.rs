@@ -1,5 +1,6 @@
 //! The free pages and range slots of a store, on the host alone.
 
+use super::budget::Growth;
 use super::slots::Slots;
 use crate::plan::{Page, PageAllocator};
 use crate::{Error, Result};
@@ -101,11 +102,42 @@ impl Room {
 
     /// Takes pages for `pages` tiles and a slot. On an error nothing is taken.
     pub(super) fn take(&mut self, pages: usize) -> Result<Lease> {
+        self.check_slot()?;
+        let pages = self.pages.allocate(pages)?;
+        Ok(Lease { pages, slot: self.slots.take() })
+    }
+
+    /// The same from the end: for spans of which layers that parted hold different numbers of tokens, so that all other
+    /// spans have the same places in each.
+    pub(super) fn take_last(&mut self, pages: usize) -> Result<Lease> {
+        self.check_slot()?;
+        let pages = self.pages.allocate_last(pages)?;
+        Ok(Lease { pages, slot: self.slots.take_last() })
+    }
+
+    fn check_slot(&self) -> Result<()> {
         if self.missing_slots(1) > 0 {
             return Err(Error::NoRoom { what: "range slots", store: "its spans".into(), needed: 1, free: 0 });
         }
-        let pages = self.pages.allocate(pages)?;
-        Ok(Lease { pages, slot: self.slots.take() })
+        Ok(())
+    }
+
+    /// The room of layers in which the same is in use, each with a room of its own: what all of them have, and no less
+    /// than the smallest has unless stores may grow. `None` if there is no such room.
+    pub(super) fn common(rooms: &[&Self], growth: Growth) -> Option<Self> {
+        let smallest = rooms.iter().min_by_key(|room| room.pages())?;
+        let slots = rooms.iter().min_by_key(|room| room.slots())?.slots.clone();
+        let shards = smallest.shard_pages();
+        let common =
+            |room: &&Self| shards.iter().zip(room.shard_pages()).take_while(|(one, other)| **one == *other).count();
+        let common = rooms.iter().map(common).min()?;
+        let mut pages = smallest.pages.clone();
+        while pages.shards() > common {
+            if growth == Growth::None || !pages.drop_shard() {
+                return None;
+            }
+        }
+        Some(Self { pages, slots, has_slots: smallest.has_slots })
     }
 
     /// Takes one page for a span that continues. The span already has its range slot.

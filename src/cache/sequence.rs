@@ -68,6 +68,20 @@ impl<I: Clone> Span<I> {
 }
 
 impl<I: TokenIndices> Span<I> {
+    /// Whether a span of another layer has as many tokens in the same store, at positions of the same kind.
+    fn is_like(&self, other: &Self) -> bool {
+        let of = |span: &Self| (span.store, span.tokens, span.window);
+        let positions = match (&self.positions, &other.positions) {
+            (Positions::From(one), Positions::From(other)) => one == other,
+            (
+                Positions::Gathered { base, indices },
+                Positions::Gathered { base: other_base, indices: other_indices },
+            ) => base == other_base && indices.shape() == other_indices.shape(),
+            _ => false,
+        };
+        of(self) == of(other) && positions
+    }
+
     /// One past the last position, if positions are consecutive.
     fn end(&self) -> Option<usize> {
         match self.positions {
@@ -117,6 +131,38 @@ impl<I: Clone> Sequence<I> {
     pub(super) fn in_layers(&self, layers: Range<usize>) -> Self {
         let spans = self.spans.iter().map(|span| span.in_layers(layers.clone())).collect();
         Self { spans, length: self.length, centre: self.centre, released: self.released }
+    }
+}
+
+impl<I: TokenIndices + Clone> Sequence<I> {
+    /// Whether another layer's part of the sequence has the same spans, so that one page table serves both.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        let of = |sequence: &Self| (sequence.length, sequence.released, sequence.centre.is_some());
+        let both = self.spans.iter().zip(&other.spans);
+        of(self) == of(other) && self.spans.len() == other.spans.len() && both.into_iter().all(|(one, other)| one.is_like(other))
+    }
+
+    /// Whether it lies at the same places there.
+    pub(super) fn lies_with(&self, other: &Self) -> bool {
+        let both = self.spans.iter().zip(&other.spans);
+        self.centre == other.centre && both.into_iter().all(|(one, other)| one.lease == other.lease)
+    }
+
+    /// The sequence of layers whose parts are alike.
+    pub(super) fn together<'a>(layers: impl Iterator<Item = &'a Self> + Clone) -> Self
+    where
+        I: 'a,
+    {
+        let Some(mut all) = layers.clone().next().cloned() else { return Self::default() };
+        for (place, span) in all.spans.iter_mut().enumerate() {
+            let of_layer = |layer: &'a Self| match &layer.spans.get(place)?.positions {
+                Positions::Gathered { indices, .. } => Some(indices.clone()),
+                Positions::From(_) => None,
+            };
+            let of_layers: Vec<I> = layers.clone().filter_map(of_layer).collect();
+            span.of_layers = if of_layers.len() > 1 { of_layers } else { Vec::new() };
+        }
+        all
     }
 }
 

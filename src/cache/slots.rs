@@ -36,6 +36,13 @@ impl Slots {
         Some(slot)
     }
 
+    /// Takes the highest free slot, if there is one.
+    pub(super) fn take_last(&mut self) -> Option<usize> {
+        let slot = (!self.free.is_empty()).then(|| self.free.remove(0))?;
+        self.holders[slot] = 1;
+        Some(slot)
+    }
+
     /// Adds a holder to a slot.
     pub(super) fn share(&mut self, slot: usize) {
         self.holders[slot] += 1;

@@ -16,34 +16,35 @@ use crate::{Error, Result};
 /// tensor, in which the positions of gathered spans stay on the device.
 #[derive(Clone, Debug)]
 pub struct SwappedSequence<I> {
-    groups: Vec<SwappedGroup<I>>,
+    pub(super) groups: Vec<SwappedGroup<I>>,
 }
 
 /// Its part in layers that share their page tables.
 #[derive(Clone, Debug)]
-struct SwappedGroup<I> {
-    shape: AttentionShape,
-    recipe: Recipe,
+pub(super) struct SwappedGroup<I> {
+    pub(super) shape: AttentionShape,
+    pub(super) recipe: Recipe,
     /// The spans, without pages.
-    sequence: Sequence<I>,
+    pub(super) sequence: Sequence<I>,
     /// The index of every layer in its model.
-    numbers: Vec<usize>,
-    layers: Vec<SwappedLayer>,
+    pub(super) numbers: Vec<usize>,
+    pub(super) layers: Vec<SwappedLayer>,
 }
 
-/// The part for a group of layers, which may have been split since the sequence was swapped out.
-struct SwappedPart<'a, I> {
+/// The part for a layer.
+#[derive(Clone)]
+struct LayerPart<'a, I> {
     sequence: Sequence<I>,
-    layers: &'a [SwappedLayer],
+    contents: &'a SwappedLayer,
 }
 
 /// Its contents in one layer.
 #[derive(Clone, Debug)]
-struct SwappedLayer {
+pub(super) struct SwappedLayer {
     /// One entry per span.
-    spans: Vec<SpanBytes>,
+    pub(super) spans: Vec<SpanBytes>,
     /// The centre of its keys, one entry per store, if it has one.
-    centres: Vec<SpanBytes>,
+    pub(super) centres: Vec<SpanBytes>,
 }
 
 impl<I> SwappedSequence<I> {
@@ -58,27 +59,40 @@ impl<I> SwappedSequence<I> {
         self.groups.first().map_or(0, |group| group.sequence.length)
     }
 
-    fn layers(&self) -> usize {
-        self.groups.iter().map(|group| group.layers.len()).sum()
-    }
-
-    /// The part of the sequence for the layers of each group.
+    /// The parts of the sequence for the layers of each group, in their order.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the groups are of other shapes or recipes.
-    fn parts_of<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<SwappedPart<'_, I>>>
+    /// [`Error::Plan`] when the groups are of other layers, shapes or recipes.
+    fn parts_of<B: Backend<Indices = I>>(&self, groups: &[LayerGroup<B>]) -> Result<Vec<Vec<LayerPart<'_, I>>>>
     where
         I: Clone,
     {
-        let parts: Option<Vec<_>> = groups.iter().map(|group| self.part_of(group)).collect();
+        let of_group = |group: &LayerGroup<B>| {
+            let of_layer = |&number: &usize| self.part_of(number, group.shape, group.recipe());
+            group.numbers().iter().map(of_layer).collect::<Option<Vec<_>>>()
+        };
+        let parts: Option<Vec<_>> = groups.iter().map(of_group).collect();
         let layers: usize = groups.iter().map(LayerGroup::layers).sum();
-        parts.filter(|_| layers == self.layers()).ok_or_else(|| {
+        parts.filter(|_| layers == self.groups.iter().map(|group| group.layers.len()).sum()).ok_or_else(|| {
             let reason = "the sequence was taken out of a cache of other layers or recipes".into();
             Error::Plan { what: "swap", reason }
         })
     }
 
-    /// Room that it needs in every group.
+    /// The part for a layer of this shape and recipe, if it has one.
+    fn part_of(&self, number: usize, shape: AttentionShape, recipe: &Recipe) -> Option<LayerPart<'_, I>>
+    where
+        I: Clone,
+    {
+        self.groups.iter().find_map(|group| {
+            let place = group.numbers.iter().position(|of| *of == number)?;
+            let contents = group.layers.get(place).filter(|_| group.shape == shape && group.recipe == *recipe)?;
+            Some(LayerPart { sequence: group.sequence.in_layers(place..place + 1), contents })
+        })
+    }
+
+    /// Room that it needs in the layers of every group. Where layers that share their page tables would part, this is
+    /// what the one with most tokens needs.
     ///
     /// # Errors
     /// [`Error::Plan`] when the groups are of other shapes or recipes.
@@ -86,24 +100,33 @@ impl<I> SwappedSequence<I> {
     where
         I: TokenIndices + Clone,
     {
-        let parts = self.parts_of(groups)?;
-        Ok(groups.iter().zip(parts).map(|(group, part)| group.page_tables.room_for_sequence(&part.sequence)).collect())
+        let most = |(group, parts): (&LayerGroup<B>, Vec<LayerPart<'_, I>>)| {
+            let mut most = vec![StoreRoom::default(); group.recipe().stores().len()];
+            for part in parts {
+                let needed = group.page_tables.room_for_sequence(&part.sequence);
+                for (most, needed) in most.iter_mut().zip(needed) {
+                    *most = StoreRoom { pages: most.pages.max(needed.pages), spans: most.spans.max(needed.spans) };
+                }
+            }
+            most
+        };
+        Ok(groups.iter().zip(self.parts_of(groups)?).map(most).collect())
     }
 
-    /// The part of the sequence for the layers of a group; `None` if the group is of another shape or recipe.
-    fn part_of<B: Backend<Indices = I>>(&self, group: &LayerGroup<B>) -> Option<SwappedPart<'_, I>>
+    /// Room that it needs in a layer: a group, and the place there.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the groups are of other shapes or recipes.
+    pub(super) fn room_in_layer<B: Backend<Indices = I>>(
+        &self,
+        groups: &[LayerGroup<B>],
+        (group, place): (usize, usize),
+    ) -> Result<Vec<StoreRoom>>
     where
-        I: Clone,
+        I: TokenIndices + Clone,
     {
-        let (numbers, shape, recipe) = (group.numbers(), group.shape, group.recipe());
-        self.groups.iter().find_map(|swapped| {
-            let start = swapped.numbers.iter().position(|number| numbers.first() == Some(number))?;
-            let part = start..start + numbers.len();
-            let alike = swapped.shape == shape && swapped.recipe == *recipe;
-            let same = alike && swapped.numbers.get(part.clone()) == Some(numbers);
-            let sequence = || swapped.sequence.in_layers(part.clone());
-            same.then(|| SwappedPart { sequence: sequence(), layers: &swapped.layers[part.clone()] })
-        })
+        let parts = self.parts_of(groups)?;
+        Ok(groups[group].page_tables.room_for_sequence(&parts[group][place].sequence))
     }
 }
 
@@ -129,7 +152,8 @@ impl<B: Backend> KvCache<B> {
     /// was taken out of a cache of another shape or recipe, [`Error::NoRoom`] or [`Error::OutOfMemory`] when it does not
     /// fit. The cache is as it was.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
-        swap_in(std::slice::from_mut(&mut self.group), sequence, swapped, self.budget).await
+        let parts = swapped.parts_of(std::slice::from_ref(&self.group))?;
+        swap_in(std::slice::from_mut(&mut self.group), sequence, &parts, self.budget).await
     }
 }
 
@@ -144,33 +168,51 @@ impl<B: Backend> ModelCache<B> {
         self.clear(sequence)?;
         Ok(swapped)
     }
+}
 
-    /// Restores a swapped sequence in an empty one, in all layers: see [`KvCache::swap_in`].
+impl<B: Backend + Clone> ModelCache<B> {
+    /// Restores a swapped sequence in an empty one, in all layers: see [`KvCache::swap_in`]. It may have been taken out
+    /// of another cache of the same layers. Layers that share their page tables and hold different numbers of its
+    /// tokens part, as they do when it is [compressed](ModelCache::compress).
     ///
     /// # Errors
     /// As [`KvCache::swap_in`]; [`Error::Plan`] when a step is open. On an error the cache is unchanged.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
         self.check_no_step()?;
-        swap_in(&mut self.groups, sequence, swapped, self.budget).await
+        let parts = swapped.parts_of(&self.groups)?;
+        self.groups.iter().try_for_each(|group| group.page_tables.check_empty(sequence))?;
+        let differ = |of: &[LayerPart<'_, B::Indices>]| of.iter().any(|part| !part.sequence.is_like(&of[0].sequence));
+        let apart: Vec<usize> =
+            self.groups.iter().zip(&parts).filter(|(_, of)| differ(of)).map(|(group, _)| group.numbers()[0]).collect();
+        self.part_layers(|group| apart.contains(&group.numbers()[0]));
+        let parts = swapped.parts_of(&self.groups)?;
+        let restored = swap_in(&mut self.groups, sequence, &parts, self.budget).await;
+        if restored.is_err() {
+            self.join_layers();
+        }
+        restored
     }
 }
 
-/// Restores a sequence in all groups, or in none.
+/// Restores a sequence in all groups, or in none. The parts for the layers of a group are alike.
 async fn swap_in<B: Backend>(
     groups: &mut [LayerGroup<B>],
     sequence: usize,
-    swapped: &SwappedSequence<B::Indices>,
+    parts: &[Vec<LayerPart<'_, B::Indices>>],
     budget: Budget,
 ) -> Result<()> {
-    let parts = swapped.parts_of(groups)?;
     groups.iter().try_for_each(|group| group.page_tables.check_empty(sequence))?;
-    reserve(groups, &swapped.room_in(groups)?, budget, Asked::OnTheWay).await?;
+    let together: Vec<Sequence<B::Indices>> =
+        parts.iter().map(|of| Sequence::together(of.iter().map(|part| &part.sequence))).collect();
+    let room = |(group, of): (&LayerGroup<B>, &Sequence<B::Indices>)| group.page_tables.room_for_sequence(of);
+    let needed: Vec<_> = groups.iter().zip(&together).map(room).collect();
+    reserve(groups, &needed, budget, Asked::OnTheWay).await?;
     let mut changes: Vec<Change<B::Indices>> = Vec::with_capacity(groups.len());
     let mut written = Ok(());
-    for (group, swapped) in groups.iter_mut().zip(&parts) {
-        written = group.page_tables.restore(sequence, &swapped.sequence).and_then(|change| {
+    for ((group, parts), together) in groups.iter_mut().zip(parts).zip(&together) {
+        written = group.page_tables.restore(sequence, together).and_then(|change| {
             changes.push(change);
-            group.write_sequence(sequence, swapped)
+            group.write_sequence(sequence, parts)
         });
         if written.is_err() {
             break;
@@ -226,14 +268,14 @@ impl<B: Backend> LayerGroup<B> {
     }
 
     /// Writes the contents of a sequence to its current pages and slots.
-    fn write_sequence(&mut self, sequence: usize, swapped: &SwappedPart<'_, B::Indices>) -> Result<()> {
+    fn write_sequence(&mut self, sequence: usize, parts: &[LayerPart<'_, B::Indices>]) -> Result<()> {
         let held = self.page_tables.sequence(sequence)?.clone();
-        for (layer, swapped) in swapped.layers.iter().enumerate() {
+        for (layer, part) in parts.iter().enumerate() {
             let (backend, mut stores) = self.backend_and_stores(layer);
-            for (span, bytes) in held.spans.iter().zip(&swapped.spans) {
+            for (span, bytes) in held.spans.iter().zip(&part.contents.spans) {
                 backend.write_span(stores[span.store.index()], bytes, span_place(&span.lease))?;
             }
-            for (store, bytes) in stores.iter_mut().zip(&swapped.centres) {
+            for (store, bytes) in stores.iter_mut().zip(&part.contents.centres) {
                 backend.write_span(store, bytes, centre_place(held.centre))?;
             }
         }

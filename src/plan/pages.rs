@@ -84,14 +84,7 @@ impl PageAllocator {
     /// # Errors
     /// [`Error::Limit`] when fewer are free.
     pub fn allocate(&mut self, count: usize) -> Result<Vec<Page>> {
-        if self.free() < count {
-            return Err(Error::Limit {
-                what: "pages of a store".into(),
-                needed: count as u64,
-                allowed: self.free() as u64,
-                hint: "reserve more pages or free sequences",
-            });
-        }
+        self.check_free(count)?;
         let mut pages = reserved("pages of a sequence", count)?;
         for (shard, state) in (0..).zip(&mut self.shards) {
             while pages.len() < count
@@ -101,6 +94,25 @@ impl PageAllocator {
                 pages.push(Page { shard, index });
             }
         }
+        Ok(pages)
+    }
+
+    /// Hands out `count` pages, or none: the highest ones, from the highest shards that have any, in ascending order.
+    /// What is handed out lowest first then does not depend on how many these are, as long as some stay free between.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when fewer are free.
+    pub fn allocate_last(&mut self, count: usize) -> Result<Vec<Page>> {
+        self.check_free(count)?;
+        let mut pages = reserved("pages of a sequence", count)?;
+        for (shard, state) in (0u32..).zip(&mut self.shards).collect::<Vec<_>>().into_iter().rev() {
+            let taken = state.free.drain(..state.free.len().min(count - pages.len()));
+            for index in taken {
+                state.holders[index as usize] = 1;
+                pages.push(Page { shard, index });
+            }
+        }
+        pages.reverse();
         Ok(pages)
     }
 
@@ -144,6 +156,18 @@ impl PageAllocator {
         Ok(())
     }
 
+    fn check_free(&self, count: usize) -> Result<()> {
+        if count <= self.free() {
+            return Ok(());
+        }
+        Err(Error::Limit {
+            what: "pages of a store".into(),
+            needed: count as u64,
+            allowed: self.free() as u64,
+            hint: "reserve more pages or free sequences",
+        })
+    }
+
     /// Undoes the release of a page.
     fn hold_again(&mut self, page: Page) {
         let shard = &mut self.shards[page.shard as usize];
@@ -173,6 +197,21 @@ mod tests {
         }
         pages.release(&held).unwrap();
         assert_eq!(pages.free(), 3);
+    }
+
+    #[test]
+    fn the_last_pages_are_handed_out_in_order() {
+        let mut pages = PageAllocator::default();
+        pages.add_shard(3).unwrap();
+        pages.add_shard(2).unwrap();
+        let of = |shard, index| Page { shard, index };
+        assert_eq!(pages.allocate(1).unwrap(), [of(0, 0)]);
+        assert_eq!(pages.allocate_last(3).unwrap(), [of(0, 2), of(1, 0), of(1, 1)]);
+        assert!(matches!(pages.allocate_last(2), Err(Error::Limit { needed: 2, allowed: 1, .. })));
+        assert_eq!(pages.allocate(1).unwrap(), [of(0, 1)]);
+        pages.release(&[of(1, 0)]).unwrap();
+        assert_eq!(pages.allocate_last(1).unwrap(), [of(1, 0)]);
+        assert_eq!(pages.holders(of(1, 0)), 1);
     }
 
     #[test]

@@ -31,7 +31,8 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 ///
 /// An engine may write and encode further steps before it submits the first: tables of a step stay where they are until
 /// the device has finished the commands that read them, or these were dropped. Four steps may be under way before the
-/// tables are rebuilt with twice the room. Steps are submitted in the order in which they were written.
+/// tables are rebuilt with twice the room. Steps are submitted in the order in which they were written. Until they are,
+/// calls of the cache that submit commands by themselves return [`Error::NotSubmitted`].
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -145,7 +146,8 @@ impl ModelStep {
             let reason = format!("the tensors of layer {layer} and layer 0 differ in type");
             return Err(Error::Plan { what: "step of a model", reason });
         }
-        let (backend, bound, slots) = (backend.clone(), BoundClasses::new(KEPT_CLASSES), TableSlots::new());
+        let slots = TableSlots::new(backend.kernels().submissions());
+        let (backend, bound) = (backend.clone(), BoundClasses::new(KEPT_CLASSES));
         let (query, split, query_rows, output_rows) = (None, Split::default(), None, None);
         let (lse, staged) = (Vec::new(), Vec::new());
         Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, lse, bound, slots, staged })
@@ -260,8 +262,9 @@ impl ModelStep {
     ///
     /// # Errors
     /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
-    /// tensors; [`Error::Unsupported`] when it is to write log-sum-exps and keys are centred; [`Error::Limit`] when 256 steps are encoded of which the device has finished none;
-    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`] when binding again fails.
+    /// tensors; [`Error::Unsupported`] when it is to write log-sum-exps and keys are centred; [`Error::Limit`] when
+    /// 256 steps are encoded of which the device has finished none; [`Error::OutOfMemory`], [`Error::Limit`] or
+    /// [`Error::DeviceLost`] when binding again fails.
     pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
         step.check(self.layers.len(), &self.rows)?;
         if !self.lse.is_empty() {
@@ -326,6 +329,8 @@ impl ModelStep {
         let (memory, stores) = match self.bound.iter().find(|bound| bound.is_over(step)) {
             Some(bound) => (bound.memory.clone(), bound.stores.clone()),
             None => {
+                step.stores.iter().flatten().for_each(|store| store.encoders().add(self.slots.steps()));
+                step.flags.encoders().add(self.slots.steps());
                 let memory = WriteMemory::with_slots(backend.device(), layout, self.slots.len())?;
                 let pack = StoreStep::new(layout);
                 let of_layer = |((&layer, tensors), stores): ((&usize, &LayerTensors), &Vec<&Store>)| {
@@ -433,8 +438,10 @@ impl WrittenStep<'_> {
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, [`Error::Elements`] or [`Error::Buffer`] when the tensors have
-    /// fewer rows than the step, or cannot be [copied](Tensor::encode_copy); [`Error::DeviceLost`].
+    /// fewer rows than the step, or cannot be [copied](Tensor::encode_copy); [`Error::NotSubmitted`] when an earlier
+    /// step is encoded and not submitted; [`Error::DeviceLost`].
     pub fn submit(&self, layer: usize, given: &LayerTensors) -> Result<()> {
+        self.slots.check_others_submitted(self.slot, self.backend.device(), "step of a layer")?;
         let (plan, own) = (&self.bound.plan, of_layer(self.layers, layer)?);
         let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*self.rows });
         rows.check("keys", given.keys.elements(), shape)?;

@@ -1,9 +1,10 @@
 //! Slots of tables: a step that is written keeps its tables until the device has read them.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use super::device::encoded::{EncodedStep, EncodedSteps, Submissions};
 use crate::{Error, Result};
 
 /// Slots before an engine has been seen to need more.
@@ -20,6 +21,7 @@ const MOST_SLOTS: usize = 256;
 #[derive(Debug)]
 pub(super) struct TableSlots {
     slots: Vec<Arc<Slot>>,
+    steps: Arc<EncodedSteps>,
 }
 
 /// Commands that read a slot hold it.
@@ -27,11 +29,37 @@ pub(super) struct TableSlots {
 struct Slot {
     /// The pass that held the slot last.
     newest_pass: AtomicU64,
+    /// The step whose tables it has, as long as commands that read them are not submitted.
+    step: Mutex<Weak<EncodedStep>>,
+}
+
+impl Slot {
+    fn step(&self) -> Option<Arc<EncodedStep>> {
+        self.step.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+    }
 }
 
 impl TableSlots {
-    pub(super) fn new() -> Self {
-        Self { slots: (0..FIRST_SLOTS).map(|_| Arc::default()).collect() }
+    pub(super) fn new(submissions: &Submissions) -> Self {
+        let slots = (0..FIRST_SLOTS).map(|_| Arc::default()).collect();
+        Self { slots, steps: EncodedSteps::new(submissions) }
+    }
+
+    /// The steps that are not submitted.
+    pub(super) const fn steps(&self) -> &Arc<EncodedSteps> {
+        &self.steps
+    }
+
+    /// Checks that all steps but that of a slot are submitted.
+    ///
+    /// # Errors
+    /// [`Error::NotSubmitted`].
+    pub(super) fn check_others_submitted(&self, slot: usize, device: &wgpu::Device, what: &'static str) -> Result<()> {
+        let own = self.slots[slot].step();
+        match self.steps.count(device).saturating_sub(usize::from(own.is_some())) {
+            0 => Ok(()),
+            steps => Err(Error::NotSubmitted { what, steps }),
+        }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -70,6 +98,10 @@ impl TableSlots {
         if slot.newest_pass.swap(pass_id, Ordering::Relaxed) != pass_id {
             let held = slot.clone();
             pass.on_submitted_work_done(move || drop(held));
+            let mut step = slot.step.lock().unwrap_or_else(PoisonError::into_inner);
+            let encoded = step.upgrade().unwrap_or_else(|| self.steps.begin());
+            *step = Arc::downgrade(&encoded);
+            encoded.hold(pass);
         }
     }
 }
@@ -80,7 +112,7 @@ mod tests {
 
     #[test]
     fn slots_in_use_are_left_alone() {
-        let mut slots = TableSlots::new();
+        let mut slots = TableSlots::new(&Submissions::default());
         let mut held = Vec::new();
         while slots.len() < MOST_SLOTS || slots.free().is_some() {
             match slots.free() {

@@ -1,7 +1,8 @@
 //! Layers that keep as many tokens of a prompt, each its own, go on to share their page tables; layers that do not, part.
 
+use kvpack::Error;
 use kvpack::backend::Backend;
-use kvpack::cache::{DenseLayer, ModelCache, SpanPositions, TokenRun};
+use kvpack::cache::{Budget, DenseLayer, Growth, ModelCache, SpanPositions, StoreRoom, TokenRun};
 use kvpack::policy::{LayerSelection, Selection};
 use pollster::block_on;
 
@@ -81,4 +82,77 @@ pub fn check<B: Backend + Clone>(backend: &B) {
             }
         }
     }
+}
+
+/// Layers that hold different numbers of tokens of one sequence part, and join again when it is gone, although another
+/// sequence grew meanwhile; where the other lies in shards that layers got apart, when that is gone too. It comes back to them, and enters a cache that knows nothing of it.
+pub fn check_joining<B: Backend + Clone>(backend: &B) {
+    let (prompt, grown) = (Prompt::new(shape(), LAYERS, TOKENS, 11), Prompt::new(shape(), LAYERS, 150, 3));
+    for recipe in ["f16", "saw-int4+sink=128", "calibquant:2+window=0", "saw-int4+centre"].map(recipe) {
+        let stores = recipe.stores().len();
+        for budget in [Growth::None, Growth::Exact, Growth::Doubling].map(|of| Budget::unlimited().growing(of)) {
+            let mut cache = prompt.cache(backend, &recipe).with_budget(budget);
+            let room = StoreRoom { pages: 10, spans: 10 };
+            block_on(
+                cache.reserve(&vec![if budget.growth() == Growth::None { room } else { StoreRoom::default() }; stores]),
+            )
+            .unwrap();
+            append(&mut cache, 1, &grown);
+            block_on(cache.keep(0, dense(&prompt, backend), &selection(|layer| 20 + 60 * layer))).unwrap();
+            assert_eq!(parts(&mut cache), LAYERS);
+            append(&mut cache, 0, &Prompt::new(shape(), LAYERS, 5, 1));
+            append(&mut cache, 1, &grown);
+            append(&mut cache, 1, &grown);
+            let before = [all_held(&cache, 0), all_held(&cache, 1)];
+            let pages = cache.memory().packed().iter().map(|of| of.pages).collect::<Vec<_>>();
+
+            let swapped = block_on(cache.swap_out(0)).unwrap();
+            if budget.growth() == Growth::None {
+                assert_eq!(parts(&mut cache), 1, "nothing holds the layers apart");
+            }
+            assert!(all_held(&cache, 1) == before[1], "joining moved tokens");
+            append(&mut cache, 1, &grown);
+            let grown_on = all_held(&cache, 1);
+
+            let mut fresh = prompt.cache(backend, &recipe);
+            assert_eq!(fresh.fits_swap_in(&swapped), Ok(true));
+            let needed = |cache: &ModelCache<B>, layer| cache.room_for_swap_in(layer, &swapped).unwrap();
+            assert_ne!(needed(&fresh, 0), needed(&fresh, LAYERS - 1), "layers need different room");
+            block_on(fresh.swap_in(1, &swapped)).unwrap();
+            assert!(all_held(&fresh, 1) == before[0], "something else came into a fresh cache");
+            assert_eq!(parts(&mut fresh), LAYERS);
+            fresh.clear(1).unwrap();
+            assert_eq!((parts(&mut fresh), fresh.memory().in_use_bytes()), (1, 0));
+
+            block_on(cache.swap_in(0, &swapped)).unwrap();
+            assert!(all_held(&cache, 0) == before[0], "something else came back");
+            assert!(all_held(&cache, 1) == grown_on, "parting moved tokens");
+            if budget.growth() == Growth::None {
+                assert_eq!(cache.memory().packed().iter().map(|of| of.pages).max(), pages.into_iter().max());
+            }
+            cache.truncate(0, 0).unwrap();
+            if budget.growth() == Growth::None {
+                assert_eq!(parts(&mut cache), 1, "a sequence that keeps nothing holds nothing apart");
+            }
+            [0, 1].into_iter().for_each(|sequence| cache.clear(sequence).unwrap());
+            assert_eq!((parts(&mut cache), cache.memory().in_use_bytes()), (1, 0));
+            append(&mut cache, 0, &prompt);
+        }
+    }
+}
+
+/// A sequence that does not fit leaves the layers together.
+pub fn check_refused_parting<B: Backend + Clone>(backend: &B) {
+    let prompt = Prompt::new(shape(), LAYERS, TOKENS, 11);
+    let mut cache = prompt.cache(backend, &recipe("saw-int4"));
+    block_on(cache.keep(0, dense(&prompt, backend), &selection(|layer| 20 + 60 * layer))).unwrap();
+    let swapped = block_on(cache.swap_out(0)).unwrap();
+    let mut small = prompt.cache(backend, &recipe("saw-int4")).with_budget(Budget::unlimited().growing(Growth::None));
+    block_on(small.reserve(&[StoreRoom { pages: 1, spans: 1 }; 2])).unwrap();
+    assert_eq!(small.fits_swap_in(&swapped), Ok(false));
+    assert!(matches!(block_on(small.swap_in(0, &swapped)), Err(Error::NoRoom { .. })));
+    assert_eq!(parts(&mut small), 1);
+    let kept = block_on(small.keep(0, dense(&prompt, backend), &selection(|layer| 20 + 60 * layer)));
+    assert!(matches!(kept, Err(Error::NoRoom { .. })), "{kept:?}");
+    assert_eq!(parts(&mut small), 1);
 }

@@ -13,6 +13,16 @@ fn layers_that_keep_as_many_tokens_stay_together() {
     kept_together::check(&Cpu::new());
 }
 
+#[test]
+fn layers_join_when_nothing_holds_them_apart() {
+    kept_together::check_joining(&Cpu::new());
+}
+
+#[test]
+fn layers_stay_together_where_a_sequence_does_not_fit() {
+    kept_together::check_refused_parting(&Cpu::new());
+}
+
 /// A choice that is not one for these layers, or while a step is open, changes nothing.
 #[test]
 fn choices_that_do_not_fit_are_refused() {

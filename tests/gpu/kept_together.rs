@@ -16,6 +16,11 @@ fn layers_that_keep_as_many_tokens_stay_together() {
     kept_together::check(&gpu_device::shared());
 }
 
+#[test]
+fn layers_join_when_nothing_holds_them_apart() {
+    kept_together::check_joining(&gpu_device::shared());
+}
+
 /// Every layer attends to its own tokens, and what was bound before serves on.
 #[test]
 fn they_take_one_step() {

@@ -15,6 +15,7 @@ mod kernels;
 mod mixture;
 mod model_step;
 mod non_finite_queries;
+mod not_submitted;
 mod prompt_parts;
 mod query_runs;
 mod round_trips;

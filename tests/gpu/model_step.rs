@@ -411,6 +411,7 @@ fn no_kernel_is_compiled_while_serving() {
                 written.encode_attend(layer, &mut pass).unwrap();
             }
             drop(pass);
+            drop(encoder); // what is encoded is not run
             cache.commit().unwrap();
             for run in runs.iter().filter(|run| run.tokens() > 1) {
                 block_on(cache.pack_windows(run.sequence())).unwrap();

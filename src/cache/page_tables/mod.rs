@@ -5,12 +5,13 @@
 //! change no longer needs are released only when it is committed, so that nothing is lost if it is abandoned.
 
 mod parts;
+mod prompt_parts;
 mod prompts;
 mod sliding_window;
 
 use super::change::{Change, Undo};
 use super::room::{Lease, Room, SequencePages, StoreRoom};
-use super::sequence::{NextSlot, Sequence, Span, Window};
+use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
 use super::slots::Slots;
 use super::step::{CentreWrite, RunKind};
 use super::{Appended, CENTRE_TOKENS, PromptSpan, Recipe, StoreId, TokenRun};
@@ -27,13 +28,15 @@ pub(super) struct PageTables<I> {
     sequences: Vec<Sequence<I>>,
     /// Slots of centres, which sequences hold; none if the recipe has no centres.
     centres: Slots,
+    /// Whether they are those of one layer, of several of a kind that hold different numbers of tokens.
+    parted: bool,
 }
 
 impl<I: TokenIndices + Clone> PageTables<I> {
     pub(super) fn new(recipe: Recipe, sequences: usize) -> Self {
         let rooms = recipe.stores().iter().map(|store| Room::new(store.format.has_span_ranges())).collect();
         let sequences = (0..sequences).map(|_| Sequence::default()).collect();
-        Self { recipe, rooms, sequences, centres: Slots::default() }
+        Self { recipe, rooms, sequences, centres: Slots::default(), parted: false }
     }
 
     pub(super) fn centres(&self) -> &Slots {
@@ -55,6 +58,11 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     pub(super) fn room(&self, store: StoreId) -> &Room {
         &self.rooms[store.index()]
+    }
+
+    /// Number of shards of every store.
+    pub(super) fn shards(&self) -> impl Iterator<Item = usize> + '_ {
+        self.rooms.iter().map(Room::shards)
     }
 
     pub(super) fn room_mut(&mut self, store: StoreId) -> &mut Room {
@@ -353,7 +361,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             change.taken_centre = restored.centre.map(|_| index);
         }
         for span in &mut restored.spans {
-            span.lease = self.rooms[span.store.index()].take(span.tokens.div_ceil(TILE_TOKENS))?;
+            span.lease = self.take(span.store, span.tokens, &span.positions)?;
             change.leased.push((span.store, span.lease.clone()));
         }
         self.sequences[index] = restored;
@@ -496,6 +504,15 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let Appended::Tiles { to, newer } = self.recipe.appended() else { return None };
         let window = self.sequences[sequence].window_to_pack(self.recipe.sink(), newer, appended)?;
         Some((to, window))
+    }
+
+    /// Pages and a slot for a span of so many tokens.
+    fn take(&mut self, store: StoreId, tokens: usize, positions: &Positions<I>) -> Result<Lease> {
+        let (room, pages) = (&mut self.rooms[store.index()], tokens.div_ceil(TILE_TOKENS));
+        match positions {
+            Positions::Gathered { .. } if self.parted => room.take_last(pages),
+            _ => room.take(pages),
+        }
     }
 
     fn append_token(&mut self, change: &mut Change<I>, index: usize, row: usize) -> Result<()> {

@@ -6,7 +6,6 @@ use super::super::prompt::check_spans;
 use super::super::sequence::{Positions, Span};
 use super::PageTables;
 use crate::Result;
-use crate::format::TILE_TOKENS;
 use crate::plan::{Rows, TokenIndices};
 
 impl<I: TokenIndices + Clone> PageTables<I> {
@@ -53,20 +52,6 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(change)
     }
 
-    /// Notes which tokens every layer gathers in the newest span of a sequence: as many, but others.
-    pub(in crate::cache) fn differ_in_layers(&mut self, sequence: usize, indices: Vec<I>) {
-        if let Some(newest) = self.sequences[sequence].spans.last_mut() {
-            newest.of_layers = indices;
-        }
-    }
-
-    /// The page tables of one of the layers that share these.
-    pub(in crate::cache) fn of_layer(&self, layer: usize) -> Self {
-        let mut alone = self.clone();
-        alone.sequences.iter_mut().for_each(|sequence| *sequence = sequence.in_layers(layer..layer + 1));
-        alone
-    }
-
     /// Stores these spans, whose positions count from the beginning of the sequence, in place of its whole contents.
     /// Its length and its centre stay. [`PageTables::spans_since`] lists the writes.
     ///
@@ -96,12 +81,12 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     ) -> Result<()> {
         for span in spans {
             let (store, tokens) = (self.recipe.resolve(span.store)?, span.tokens.len());
-            let lease = self.rooms[store.index()].take(tokens.div_ceil(TILE_TOKENS))?;
-            change.leased.push((store, lease.clone()));
             let positions = match span.tokens {
                 Rows::Run(run) => Positions::From(base + run.start()),
                 Rows::Gather(indices) => Positions::Gathered { base, indices: indices.clone() },
             };
+            let lease = self.take(store, tokens, &positions)?;
+            change.leased.push((store, lease.clone()));
             let of_layers = Vec::new();
             self.sequences[sequence].spans.push(Span { store, tokens, positions, of_layers, lease, window: false });
         }

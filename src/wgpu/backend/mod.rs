@@ -1,6 +1,7 @@
 //! The wgpu backend: [`Backend`](crate::Backend) over a device and its queue.
 
 mod selection;
+mod submit;
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -17,14 +18,12 @@ use crate::wgpu::attend::{
     AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan, arithmetic,
 };
 use crate::wgpu::device::capabilities::Path;
-use crate::wgpu::device::guard::Request;
 use crate::wgpu::device::{
-    Capabilities, Checks, Indices, KernelLimits, Kernels, Launches, Requirements, Store, Tensor, adapters, buffers,
-    guard, span_bytes, store,
+    Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, Store, Tensor, adapters, buffers, guard,
+    span_bytes, store,
 };
 use crate::wgpu::pack::{
-    DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, StoreStep, WriteMemory,
-    rotated_window_bytes,
+    DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, rotated_window_bytes,
 };
 use crate::{Error, Result};
 
@@ -144,18 +143,6 @@ impl Wgpu {
         &self.capabilities
     }
 
-    /// The scratch of the last step if it is large enough, otherwise new scratch. Steps run in the order of the queue,
-    /// so one may overwrite memory that an earlier one has read.
-    async fn scratch(&self, bytes: ScratchBytes) -> Result<Scratch> {
-        let kept = self.scratch.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(scratch) = kept.filter(|scratch| scratch.holds(bytes)) {
-            return Ok(scratch);
-        }
-        let scratch = Scratch::new(self.device(), bytes).await?;
-        *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = Some(scratch.clone());
-        Ok(scratch)
-    }
-
     /// Scratch of steps that engines encode, but for their tables. Commands run in the order of the queue, and those of
     /// a layer's attention follow each other, so one piece serves the steps of all layers and models on the device. A
     /// step that needs more than there is gets a larger piece, and later ones share that.
@@ -172,52 +159,12 @@ impl Wgpu {
         Ok(scratch)
     }
 
-    /// Uploads the tables of a step and submits its launches.
-    async fn run_step(&self, step: &AttendStep, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<()> {
-        let scratch = self.scratch(step.scratch()).await?;
-        let launches = step.bind(&self.kernels, stores, &scratch, tensors)?;
-        // Scratch is shared: no other thread may write its own tables between this step's tables and its submission.
-        {
-            let _turn = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-            guard::captured_now(self.device(), Request::call("tables of a step"), || {
-                self.queue.write_buffer(&scratch.tables, 0, step.tables());
-            })?;
-            self.run("kvpack attend", &launches)?;
-        }
-        guard::settled(self.device()).await
-    }
-
     fn zeroed_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
         let heads = rows * shape.query_heads();
         Ok(AttentionStates {
             outputs: Tensor::zeroed(self.device(), heads * shape.head_dim(), ElementType::F32)?,
             lse: Tensor::zeroed(self.device(), heads, ElementType::F32)?,
         })
-    }
-
-    /// Uploads the table of a storing step, and submits the step.
-    fn run_pack_step(
-        &self,
-        stores: &[&Store],
-        input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
-        table: &WriteTable,
-    ) -> Result<()> {
-        let memory = WriteMemory::new(self.device(), table.layout())?;
-        let step = StoreStep::new(table.layout()).bind_for(&self.kernels, stores, &memory, input, table)?;
-        guard::captured_now(self.device(), Request::call("table of a step"), || memory.write(&self.queue, table))??;
-        guard::encode_and_submit(self.device(), &self.queue, "kvpack write_step", |encoder| {
-            let descriptor = wgpu::ComputePassDescriptor { label: Some("kvpack write_step"), timestamp_writes: None };
-            step.encode(table, &mut encoder.begin_compute_pass(&descriptor))
-        })
-    }
-
-    /// Encodes dispatches into one compute pass and submits it.
-    fn run(&self, what: &'static str, launches: &Launches) -> Result<()> {
-        guard::submit(self.device(), &self.queue, what, |encoder| {
-            let descriptor = wgpu::ComputePassDescriptor { label: Some(what), timestamp_writes: None };
-            launches.encode(&mut encoder.begin_compute_pass(&descriptor));
-        })
-        .map(drop)
     }
 }
 
@@ -321,11 +268,13 @@ impl Packing for Wgpu {
     }
 
     fn key_mean(&self, store: &mut Store, keys: &Tensor, centre: NewCentre) -> Result<()> {
+        self.check_submitted("centre of keys", &[store])?;
         let launch = KeyMeanPlan::new(store.shape(), centre)?.bind(&self.kernels, store, keys)?;
         self.run("kvpack key_mean", &[launch].into_iter().collect())
     }
 
     fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
+        self.check_submitted("packing", &[store])?;
         let plan = QuantizePlan::new(store.shape(), store.format(), &write)?;
         self.run("kvpack quantize", &plan.bind(&self.kernels, store, keys, values)?)
     }
@@ -403,6 +352,7 @@ impl Packing for Wgpu {
     }
 
     fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {
+        self.check_submitted("decoding", &[store])?;
         let plan = DequantizePlan::new(store.shape(), store.format(), &read)?;
         let keys = Tensor::zeroed(self.device(), plan.elements(), ElementType::F32)?;
         let values = Tensor::zeroed(self.device(), plan.elements(), ElementType::F32)?;
@@ -472,6 +422,7 @@ impl Attention for Wgpu {
         centres: RowCentres<'_>,
         states: AttentionStates<Tensor>,
     ) -> Result<AttentionStates<Tensor>> {
+        self.check_submitted("log-sum-exps of original keys", &[store])?;
         let launch = UncentreLsePlan::new(store.shape(), centres)?.bind(&self.kernels, store, queries, &states.lse)?;
         self.run("kvpack uncentre_lse", &[launch].into_iter().collect())?;
         guard::settled(self.device()).await?;

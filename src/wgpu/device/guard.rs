@@ -108,7 +108,15 @@ pub(crate) fn check_alive(device: &wgpu::Device) -> Result<()> {
 /// Blocks until a submission is done and its callbacks have run. In a browser, where nothing may block, it returns at
 /// once: see [`buffers::finished`](super::buffers::finished).
 pub(crate) fn wait(device: &wgpu::Device, submission: wgpu::SubmissionIndex) -> Result<()> {
-    let poll = wgpu::PollType::Wait { submission_index: Some(submission), timeout: None };
+    poll(device, wgpu::PollType::Wait { submission_index: Some(submission), timeout: None })
+}
+
+/// The same for everything that is submitted.
+pub(crate) fn wait_for_all(device: &wgpu::Device) -> Result<()> {
+    poll(device, wgpu::PollType::Wait { submission_index: None, timeout: None })
+}
+
+fn poll(device: &wgpu::Device, poll: wgpu::PollType) -> Result<()> {
     // wgpu panics if the driver reports a lost device during the wait. It holds no lock at that point.
     match catch_unwind(AssertUnwindSafe(|| device.poll(poll))) {
         Ok(Ok(_)) => Ok(()),

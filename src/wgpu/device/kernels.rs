@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use futures::future::join_all;
 
 use super::buffers;
+use super::encoded::Submissions;
 use super::guard::{self, Request};
 use super::shader::{Binding, STEP_TABLE, Source, Variant, is_table};
 use crate::{Error, Result};
@@ -39,6 +40,7 @@ pub struct Kernels {
     compiled: Mutex<HashMap<Variant, Arc<Kernel>>>,
     /// The driver's cache of compiled kernels, if the caller keeps one.
     pipelines: Option<wgpu::PipelineCache>,
+    submissions: Submissions,
 }
 
 /// One compiled variant. It stays within the crate: only plans may launch it, because plans check what they bind.
@@ -53,7 +55,14 @@ pub(crate) struct Kernel {
 impl Kernels {
     /// An empty cache for `device`.
     pub fn new(device: &wgpu::Device, checks: Checks) -> Self {
-        Self { device: device.clone(), checks, counter: None, compiled: Mutex::default(), pipelines: None }
+        Self {
+            device: device.clone(),
+            checks,
+            counter: None,
+            compiled: Mutex::default(),
+            pipelines: None,
+            submissions: Submissions::new(device),
+        }
     }
 
     /// An empty cache of kernels that count out-of-bounds indices in addition to wgpu's run-time checks. It serves
@@ -90,6 +99,11 @@ impl Kernels {
     /// [`Kernels::counting`].
     pub fn storage_buffers(&self) -> u32 {
         self.device.limits().max_storage_buffers_per_shader_stage.saturating_sub(u32::from(self.counter.is_some()))
+    }
+
+    /// What tells when the commands of a pass are submitted.
+    pub(in crate::wgpu) const fn submissions(&self) -> &Submissions {
+        &self.submissions
     }
 
     pub(super) fn counter(&self) -> Option<&wgpu::Buffer> {

@@ -7,6 +7,7 @@ pub(super) mod buffers;
 pub(super) mod capabilities;
 mod counted;
 mod deferred;
+pub(super) mod encoded;
 pub(super) mod guard;
 mod indices;
 pub(super) mod kernels;

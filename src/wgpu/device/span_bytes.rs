@@ -18,12 +18,13 @@ const MOST_AT_ONCE: u64 = 256 << 20;
 ///
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) when a page or a slot does not exist,
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
+/// [`Error::NotSubmitted`](crate::Error::NotSubmitted), [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
 pub(in crate::wgpu) async fn read_all(
     device: &wgpu::Device,
     queue: &wgpu::Queue,
     places: &[(&Store, SpanPlace<'_>)],
 ) -> Result<Vec<SpanBytes>> {
+    places.iter().try_for_each(|(store, _)| store.encoders().check_submitted(device, "reading of pages"))?;
     let of_spans = places.iter().map(|(store, place)| store.places(*place)).collect::<Result<Vec<_>>>()?;
     let lengths: Vec<usize> = of_spans.iter().map(|of| of.iter().map(|place| place.bytes as usize).sum()).collect();
     let mut rest = of_spans.concat();
@@ -65,6 +66,7 @@ impl Store {
         bytes: &SpanBytes,
         place: SpanPlace<'_>,
     ) -> Result<()> {
+        self.encoders().check_submitted(device, "writing of pages")?;
         let places = self.places(place)?;
         bytes.check(places.iter().map(|place| place.bytes).sum())?;
         guard::captured_now(device, Request::call("pages that are written back"), || {

@@ -2,6 +2,7 @@
 
 use super::buffers::{self, ARRAY_USAGES};
 use super::capabilities::KernelLimits;
+use super::encoded::Encoders;
 use super::guard;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TileLayout};
 use crate::plan::{Page, StoreCapacity};
@@ -27,6 +28,7 @@ pub struct Store {
     key_ranges: Option<wgpu::Buffer>,
     value_ranges: Option<wgpu::Buffer>,
     centres: Option<wgpu::Buffer>,
+    encoders: Encoders,
 }
 
 /// A buffer of a shard.
@@ -117,7 +119,13 @@ impl Store {
             key_ranges: None,
             value_ranges: None,
             centres: None,
+            encoders: Encoders::default(),
         })
+    }
+
+    /// Who encodes steps over the store.
+    pub(in crate::wgpu) const fn encoders(&self) -> &Encoders {
+        &self.encoders
     }
 
     /// Shape of the layer.
@@ -301,6 +309,7 @@ impl Store {
                 hint: "use fewer spans per store",
             });
         }
+        self.encoders.check_submitted(device, "growth of span ranges")?;
         let key_ranges = match has_ranges(KeyOrValue::Key) {
             true => Some(buffers::create(device, "span ranges of keys", size, ARRAY_USAGES).await?),
             false => None,
@@ -326,7 +335,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Format`] when keys have a range for every channel, [`Error::Limit`] when the slots do not fit a
-    /// binding, [`Error::OutOfMemory`], [`Error::DeviceLost`]. On an error the store is unchanged.
+    /// binding, [`Error::NotSubmitted`], [`Error::OutOfMemory`], [`Error::DeviceLost`]. On an error the store is
+    /// unchanged.
     pub async fn reserve_centres(&mut self, device: &wgpu::Device, queue: &wgpu::Queue, slots: usize) -> Result<()> {
         if !self.format.key.takes_centre() {
             return Err(Error::Format { format: self.format.to_string(), reason: self.format.why_no_centre() });
@@ -340,6 +350,7 @@ impl Store {
             let hint = "use fewer sequences per cache";
             return Err(Error::Limit { what: "centres in bytes".into(), needed, allowed, hint });
         }
+        self.encoders.check_submitted(device, "growth of centres")?;
         let grown = buffers::create(device, "centres", needed, ARRAY_USAGES).await?;
         if let Some(old) = &self.centres {
             guard::submit(device, queue, "kvpack centres", |encoder| {

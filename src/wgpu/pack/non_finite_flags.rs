@@ -3,6 +3,7 @@
 use crate::backend::FlaggedToken;
 use crate::format::KeyOrValue;
 use crate::wgpu::device::buffers::{self, Place};
+use crate::wgpu::device::encoded::Encoders;
 use crate::wgpu::device::guard::{self, Request};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -18,6 +19,7 @@ const NOTHING: u32 = u32::MAX;
 pub struct NonFiniteFlags {
     // [layer], with one word for keys and one for values.
     words: Arc<[[wgpu::Buffer; 2]]>,
+    encoders: Encoders,
 }
 
 impl NonFiniteFlags {
@@ -32,7 +34,7 @@ impl NonFiniteFlags {
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
         let create = || buffers::create_filled(device, "non-finite flag", &NOTHING.to_ne_bytes(), usage);
         let words = (0..layers).map(|_| Ok([create()?, create()?])).collect::<Result<_>>()?;
-        Ok(Self { words })
+        Ok(Self { words, encoders: Encoders::default() })
     }
 
     /// Number of layers.
@@ -52,8 +54,9 @@ impl NonFiniteFlags {
     /// The flagged tokens once all submitted work is done, by layer, keys before values.
     ///
     /// # Errors
-    /// [`Error::DeviceLost`].
+    /// [`Error::NotSubmitted`], [`Error::DeviceLost`].
     pub async fn read(&self, device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Vec<FlaggedToken>> {
+        self.encoders.check_submitted(device, "reading of non-finite flags")?;
         let places: Vec<_> =
             self.words.as_flattened().iter().map(|buffer| Place { buffer, offset: 0, bytes: 4 }).collect();
         let words: Vec<u32> = bytemuck::pod_collect_to_vec(&buffers::read_all(device, queue, &places).await?);
@@ -67,13 +70,19 @@ impl NonFiniteFlags {
     /// Clears all flags, before the next submission.
     ///
     /// # Errors
-    /// [`Error::Gpu`] when wgpu refuses the copy.
+    /// [`Error::NotSubmitted`]; [`Error::Gpu`] when wgpu refuses the copy.
     pub fn clear(&self, device: &wgpu::Device, queue: &wgpu::Queue) -> Result<()> {
+        self.encoders.check_submitted(device, "clearing of non-finite flags")?;
         guard::captured_now(device, Request::call("clearing of non-finite flags"), || {
             for word in self.words.as_flattened() {
                 queue.write_buffer(word, 0, &NOTHING.to_ne_bytes());
             }
         })
+    }
+
+    /// Who encodes steps that may set flags.
+    pub(in crate::wgpu) const fn encoders(&self) -> &Encoders {
+        &self.encoders
     }
 
     /// The word of a layer that steps write.

@@ -9,6 +9,7 @@ use super::{append, copy_page, key_mean, pack_windows};
 use crate::backend::WriteInput;
 use crate::format::KeyOrValue;
 use crate::plan::{BackendStore, ElementType, TableSection, WriteLayout, WriteTable};
+use crate::wgpu::device::encoded::EncodedSteps;
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant, guard};
 use crate::{Error, Result};
 
@@ -90,7 +91,8 @@ impl StoreStep {
     }
 
     /// Binds the stores of one layer, in the order of the layout, and its engine's tensors, whose contents every step
-    /// reads again. The tensors may be left out if steps read no tokens.
+    /// reads again. The tensors may be left out if steps read no tokens. While steps are encoded and not submitted,
+    /// calls that submit commands over the stores by themselves return [`Error::NotSubmitted`].
     ///
     /// # Errors
     /// [`Error::Plan`] when the stores, the memory or the flags do not belong to the layout, or keys and values have
@@ -107,7 +109,11 @@ impl StoreStep {
             let reason = format!("keys and values have {} tokens; the layout has {}", rows.tokens, self.layout.rows());
             return Err(Error::Plan { what: "step", reason });
         }
-        self.bind_some(kernels, stores, memory, input, |_| true)
+        let bound = self.bind_some(kernels, stores, memory, input, |_| true)?;
+        let steps = EncodedSteps::new(kernels.submissions());
+        stores.iter().for_each(|store| store.encoders().add(&steps));
+        input.iter().for_each(|input| input.flags.encoders().add(&steps));
+        Ok(BoundStoreStep { steps: Some(steps), ..bound })
     }
 
     /// Binds everything for tables that name no more tokens than keys and values have.
@@ -156,7 +162,7 @@ impl StoreStep {
         }
         guard::check_alive(kernels.device())?;
         let most = u64::from(bind.limits.max_compute_workgroups_per_dimension);
-        Ok(BoundStoreStep { layout: self.layout.clone(), launches, most })
+        Ok(BoundStoreStep { layout: self.layout.clone(), launches, most, steps: None })
     }
 }
 
@@ -167,6 +173,9 @@ pub struct BoundStoreStep {
     launches: Vec<WriteLaunch>,
     /// Maximum number of workgroups in one dimension.
     most: u64,
+    /// The steps that an engine encodes with it and has not submitted; `None` within the steps of a model and where
+    /// this crate submits.
+    steps: Option<Arc<EncodedSteps>>,
 }
 
 impl BoundStoreStep {
@@ -177,7 +186,9 @@ impl BoundStoreStep {
     /// # Errors
     /// [`Error::Plan`] when the table belongs to another layout.
     pub fn encode(&self, table: &WriteTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        self.encode_slot(table, 0, pass)
+        self.encode_slot(table, 0, pass)?;
+        self.steps.iter().for_each(|steps| steps.begin().hold(pass));
+        Ok(())
     }
 
     /// The same for a table that begins `offset` bytes after the first one of the memory.

@@ -1,0 +1,118 @@
+//! Steps that an engine has encoded and not submitted. Until it submits them, pages do not hold what a cache says.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use super::guard::{self, Request};
+use crate::{Error, Result};
+
+/// Learns when the commands of a pass are submitted.
+///
+/// wgpu tells when submitted commands are finished, not when commands are submitted. It does map buffers at the
+/// submission, and refuses at once to map one that is mapped already. This keeps such a buffer.
+#[derive(Clone, Debug, Default)]
+pub(in crate::wgpu) struct Submissions {
+    /// A buffer that stays mapped; `None` where wgpu does not refuse it at once.
+    mapped: Option<wgpu::Buffer>,
+}
+
+impl Submissions {
+    pub(super) fn new(device: &wgpu::Device) -> Self {
+        let create = || {
+            device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some("notice of submissions"),
+                size: 4,
+                usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+                mapped_at_creation: true,
+            })
+        };
+        let mapped = guard::captured_now(device, Request::call("notice of submissions"), create).ok();
+        Self { mapped: mapped.filter(refuses_at_once) }
+    }
+}
+
+/// Whether wgpu refuses to map a mapped buffer within the call, as `wgpu::Buffer::map_async` of 30.0.1 does. Another
+/// version might panic at the submission instead, as the documentation of `map_buffer_on_submit` says; this finds out
+/// here.
+fn refuses_at_once(mapped: &wgpu::Buffer) -> bool {
+    let refused = Arc::new(AtomicBool::new(false));
+    let note = refused.clone();
+    let call = move || mapped.map_async(wgpu::MapMode::Read, .., move |of| note.store(of.is_err(), Ordering::Relaxed));
+    catch_unwind(AssertUnwindSafe(call)).is_ok() && refused.load(Ordering::Relaxed)
+}
+
+/// The steps of a `ModelStep`, or of a layer that is bound by itself, that are encoded and not submitted.
+#[derive(Debug)]
+pub(in crate::wgpu) struct EncodedSteps {
+    submissions: Submissions,
+    count: AtomicUsize,
+}
+
+impl EncodedSteps {
+    pub(in crate::wgpu) fn new(submissions: &Submissions) -> Arc<Self> {
+        Arc::new(Self { submissions: submissions.clone(), count: AtomicUsize::new(0) })
+    }
+
+    /// A step that counts as not submitted as long as it lives.
+    pub(in crate::wgpu) fn begin(self: &Arc<Self>) -> Arc<EncodedStep> {
+        self.count.fetch_add(1, Ordering::AcqRel);
+        Arc::new(EncodedStep(self.clone()))
+    }
+
+    /// Number of steps that are not submitted.
+    pub(in crate::wgpu) fn count(&self, device: &wgpu::Device) -> usize {
+        let count = || self.count.load(Ordering::Acquire);
+        if count() > 0 && self.submissions.mapped.is_none() {
+            // Submitted steps count until they are finished. What fails here fails again in the caller's next call.
+            let _ = guard::wait_for_all(device);
+        }
+        count()
+    }
+}
+
+/// A step with commands that are not submitted. The passes that hold them hold it.
+#[derive(Debug)]
+pub(in crate::wgpu) struct EncodedStep(Arc<EncodedSteps>);
+
+impl EncodedStep {
+    /// Keeps the step until the commands of a pass are submitted or dropped. Where wgpu does not tell of that, until
+    /// they are finished or dropped.
+    pub(in crate::wgpu) fn hold(self: Arc<Self>, pass: &wgpu::ComputePass<'_>) {
+        match self.0.submissions.mapped.clone() {
+            Some(mapped) => pass.map_buffer_on_submit(&mapped, wgpu::MapMode::Read, .., move |_| drop(self)),
+            None => pass.on_submitted_work_done(move || drop(self)),
+        }
+    }
+}
+
+impl Drop for EncodedStep {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Whose steps use a store or flags. Clones share it, as they share buffers.
+#[derive(Clone, Debug, Default)]
+pub(in crate::wgpu) struct Encoders(Arc<Mutex<Vec<Weak<EncodedSteps>>>>);
+
+impl Encoders {
+    /// Notes that these steps use the store.
+    pub(in crate::wgpu) fn add(&self, steps: &Arc<EncodedSteps>) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|other| other.strong_count() > 0);
+        if !known.iter().any(|other| std::ptr::eq(other.as_ptr(), Arc::as_ptr(steps))) {
+            known.push(Arc::downgrade(steps));
+        }
+    }
+
+    /// Checks that all steps are submitted, before the library submits commands of its own.
+    ///
+    /// # Errors
+    /// [`Error::NotSubmitted`].
+    pub(in crate::wgpu) fn check_submitted(&self, device: &wgpu::Device, what: &'static str) -> Result<()> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let steps = known.iter().filter_map(Weak::upgrade).map(|steps| steps.count(device)).sum();
+        if steps == 0 { Ok(()) } else { Err(Error::NotSubmitted { what, steps }) }
+    }
+}
