@@ -25,7 +25,7 @@ policies_alone() {
     cp src/counts.rs src/error.rs "$package/src/"
     cp src/format/{heads,key_or_value,shape}.rs "$package/src/format/"
     cp src/plan/rows.rs "$package/src/plan/"
-    cp tests/cpu/policy.rs "$package/tests/"
+    cp tests/cpu/{policy,policy_examples}.rs "$package/tests/"
     # Documentation names items that are not here.
     cat >"$package/src/lib.rs" <<'RUST'
 #![allow(dead_code, unused, rustdoc::all)]
