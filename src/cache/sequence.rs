@@ -139,7 +139,9 @@ impl<I: TokenIndices + Clone> Sequence<I> {
     pub(super) fn is_like(&self, other: &Self) -> bool {
         let of = |sequence: &Self| (sequence.length, sequence.released, sequence.centre.is_some());
         let both = self.spans.iter().zip(&other.spans);
-        of(self) == of(other) && self.spans.len() == other.spans.len() && both.into_iter().all(|(one, other)| one.is_like(other))
+        of(self) == of(other)
+            && self.spans.len() == other.spans.len()
+            && both.into_iter().all(|(one, other)| one.is_like(other))
     }
 
     /// Whether it lies at the same places there.

@@ -19,6 +19,7 @@ mod model_cache;
 mod non_finite_queries;
 mod plain_arguments;
 mod policy;
+mod policy_examples;
 mod prompt_parts;
 mod query_runs;
 mod recipe_texts;

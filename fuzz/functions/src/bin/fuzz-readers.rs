@@ -1,4 +1,4 @@
-//! Changed inputs through the readers, on stable Rust: how many, and what was found.
+//! Changed inputs through the readers, on stable Rust: how many, how many of them were taken, and what was found.
 //!
 //!     fuzz-readers TARGET INPUTS SEED
 //!
@@ -34,17 +34,18 @@ fn main() -> ExitCode {
     let seeds: Vec<Vec<u8>> = mutate::seeds(name).iter().map(|file| fs::read(file).unwrap_or_default()).collect();
     set_hook(Box::new(|_| ()));
     let start = Instant::now();
-    let (next, found) = (AtomicU64::new(0), AtomicU64::new(0));
-    let run = Run { name, target, seeds: &seeds, seed, inputs, next: &next, found: &found };
+    let (next, taken, found) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let run = Run { name, target, seeds: &seeds, seed, inputs, next: &next, taken: &taken, found: &found };
     thread::scope(|scope| {
         let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
         (0..threads).for_each(|_| {
             scope.spawn(|| run.take_inputs());
         });
     });
-    let found = found.into_inner();
+    let (taken, found) = (taken.into_inner(), found.into_inner());
     let seconds = start.elapsed().as_secs_f64();
-    println!("{name}: {inputs} inputs from {} seeds, seed {seed}, {seconds:.0} s, {found} found", seeds.len());
+    let of_seeds = format!("{} seeds, seed {seed}", seeds.len());
+    println!("{name}: {inputs} inputs from {of_seeds}, {seconds:.0} s, {taken} taken, {found} found");
     if found == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
@@ -56,6 +57,7 @@ struct Run<'a> {
     seed: u64,
     inputs: u64,
     next: &'a AtomicU64,
+    taken: &'a AtomicU64,
     found: &'a AtomicU64,
 }
 
@@ -71,7 +73,9 @@ impl Run<'_> {
             }
             let input = self.input(number);
             let start = Instant::now();
-            let panicked = catch_unwind(AssertUnwindSafe(|| (self.target)(&input))).is_err();
+            let taken = catch_unwind(AssertUnwindSafe(|| (self.target)(&input)));
+            let panicked = taken.is_err();
+            self.taken.fetch_add(u64::from(taken.unwrap_or(false)), Ordering::Relaxed);
             if panicked || start.elapsed() > MOST_TIME {
                 self.keep(number, &input, if panicked { "panic" } else { "slow" });
             }
