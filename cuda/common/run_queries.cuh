@@ -24,7 +24,7 @@ static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie w
 
 // Rows that a warp prepares, and rows that it prepares at once, so that their loads and sums overlap.
 constexpr int PREPARED_ROWS = ROWS / WARPS;
-constexpr int ROWS_AT_ONCE = 8;
+constexpr int ROWS_AT_ONCE = PREPARED_ROWS < 8 ? PREPARED_ROWS : 8;
 
 // Turns the products of a row into scores: score = products · delta + base.
 struct RowConstants {

@@ -6,6 +6,7 @@ use cudarc::driver::CudaStream;
 
 use super::attend::attend_step::{AttendStep, AttendTensors};
 use super::attend::merge_pair::merge_pair;
+use super::attend::scratch::SharedScratch;
 use super::attend::uncentre_lse::uncentre_lse;
 use super::device::driver::{driver_error, open_context};
 use super::device::indices::Indices;
@@ -55,6 +56,7 @@ pub struct Cuda {
     stream: Arc<CudaStream>,
     kernels: Arc<Kernels>,
     scratch: Arc<Mutex<PackScratch>>,
+    attend_scratch: Arc<SharedScratch>,
 }
 
 impl Cuda {
@@ -65,7 +67,7 @@ impl Cuda {
     /// than CUDA 11.8.
     pub fn new(stream: Arc<CudaStream>, cache: KernelCache) -> Result<Self> {
         let kernels = Arc::new(Kernels::new(stream.context().clone(), cache)?);
-        Ok(Self { stream, kernels, scratch: Arc::default() })
+        Ok(Self { stream, kernels, scratch: Arc::default(), attend_scratch: Arc::default() })
     }
 
     /// The backend on a new stream of a device's primary context.
@@ -82,7 +84,8 @@ impl Cuda {
     /// allocates belong to the stream of the backend that created them.
     #[must_use]
     pub fn on_stream(&self, stream: Arc<CudaStream>) -> Self {
-        Self { stream, kernels: self.kernels.clone(), scratch: Arc::default() }
+        let kernels = self.kernels.clone();
+        Self { stream, kernels, scratch: Arc::default(), attend_scratch: Arc::default() }
     }
 
     /// The stream.
@@ -92,6 +95,10 @@ impl Cuda {
 
     pub(super) fn kernels(&self) -> &Kernels {
         &self.kernels
+    }
+
+    pub(super) fn attend_scratch(&self) -> &SharedScratch {
+        &self.attend_scratch
     }
 
     fn zeroed_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
@@ -368,8 +375,7 @@ impl Attention for Cuda {
     ) -> Result<()> {
         plan.check_elements("queries", queries.elements())?;
         plan.check_elements("output", output.elements())?;
-        let step = AttendStep::new(self, plan)?;
-        step.bind(self, stores, AttendTensors { queries, output, lse: None })?.launch()
+        AttendStep::new(self, plan)?.run(self, stores, AttendTensors { queries, output, lse: None })
     }
 
     async fn attend_states(
@@ -383,7 +389,7 @@ impl Attention for Cuda {
         let step = AttendStep::new(self, plan)?;
         let states = self.zeroed_states(plan.shape(), plan.rows())?;
         let tensors = AttendTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
-        step.bind(self, stores, tensors)?.launch()?;
+        step.run(self, stores, tensors)?;
         Ok(states)
     }
 

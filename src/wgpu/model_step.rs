@@ -214,7 +214,7 @@ impl ModelStep {
         if !self.backend.capabilities().matrices {
             return Ok(());
         }
-        let full = full_runs(kind.layout.shape().group()).map(|queries| queries.min(longest)).into_iter();
+        let full = full_runs(kind.layout.shape()).map(|queries| queries.min(longest)).into_iter();
         let long: Vec<_> =
             full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(|tokens| QueryRun::causal(0, tokens)).collect();
         self.prepare_runs(kind, &long, &[RUN_TILES]).await

@@ -146,12 +146,35 @@ impl AttendStep {
     /// [`Error::OutOfMemory`]; errors from compiling kernels on first use.
     pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<BoundAttendStep> {
         self.check_tensors(tensors)?;
+        let scratch = AttendScratch::new(backend.stream(), &self.sizes(Sizing::Exact))?;
+        self.bind_with(backend, stores, tensors, &scratch)
+    }
+
+    /// Binds the step with the scratch that the calls of the backend share, and launches it.
+    ///
+    /// # Errors
+    /// As [`AttendStep::bind`] and [`BoundAttendStep::launch`].
+    pub(in crate::cuda) fn run(&self, backend: &Cuda, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<()> {
+        self.check_tensors(tensors)?;
+        let shared = backend.attend_scratch();
+        let scratch = shared.of_sizes(backend.stream(), &self.sizes(Sizing::Exact))?;
+        let step = self.bind_with(backend, stores, tensors, &scratch)?;
+        let _queued_together = shared.lock();
+        step.launch()
+    }
+
+    fn bind_with(
+        &self,
+        backend: &Cuda,
+        stores: &[&Store],
+        tensors: AttendTensors<'_>,
+        scratch: &AttendScratch,
+    ) -> Result<BoundAttendStep> {
         let stream = backend.stream();
-        let scratch = AttendScratch::new(stream, &self.sizes(Sizing::Exact))?;
         let tables =
             |segment: &PlannedLaunch| segment.upload(stream, self.store_of(segment, stores)?, self.shape.query_heads());
         let tables = self.segments.iter().map(tables).collect::<Result<Vec<_>>>()?;
-        self.bind_to(backend, stores, tensors, &scratch, &tables)
+        self.bind_to(backend, stores, tensors, scratch, &tables)
     }
 
     /// Checks queries, output and log-sum-exps.

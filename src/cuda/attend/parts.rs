@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::logits::TokenMask;
-use super::run_variant::{BLOCK_ROWS, LEAST_ROWS, RunVariant};
+use super::run_variant::{BLOCK_ROWS, DRAFT_ROWS, LEAST_ROWS, RunVariant};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::format::{AttentionShape, TILE_TOKENS};
@@ -29,21 +29,27 @@ pub(super) const fn are_many(shape: &AttentionShape, queries: usize) -> bool {
     queries > 1 && many_queries(shape) > 1 && queries * shape.group() >= LEAST_ROWS
 }
 
+/// Whether as many queries have so few rows that they take a launch of their own, with smaller blocks.
+const fn is_draft(shape: &AttentionShape, queries: usize) -> bool {
+    queries * shape.group() <= DRAFT_ROWS
+}
+
 /// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment, and the
 /// others in those of `attend`.
 pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block> {
     let shape = plan.shape();
-    let few = blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
-    if !plan.runs().iter().any(|run| are_many(shape, run.run.queries) && run.moves_evenly())
-        || !plan.segments().iter().all(serves(shape, facts))
-    {
-        return few;
+    let takes_many = |run: &PlannedRun| are_many(shape, run.run.queries) && run.moves_evenly();
+    let few = || blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
+    if !plan.runs().iter().any(takes_many) || !plan.segments().iter().all(serves(shape, facts)) {
+        return few();
     }
+    let few = if plan.runs().iter().all(takes_many) { Vec::new() } else { few() };
     let most = many_queries(shape);
     let of_run = |(run, planned): (usize, &PlannedRun)| {
         let queries = planned.run.queries;
-        if !are_many(shape, queries) || !planned.moves_evenly() {
-            return few.iter().filter(|block| block.run == run).copied().collect::<Vec<_>>();
+        if !takes_many(planned) {
+            let first = few.partition_point(|block| block.run < run);
+            return few[first..].iter().take_while(|block| block.run == run).copied().collect::<Vec<_>>();
         }
         let count = queries.div_ceil(most);
         let first = |block: usize| block * queries / count;
@@ -86,7 +92,7 @@ impl SegmentParts {
     pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block]) -> Vec<Self> {
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-        let (mut many, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut many, mut drafts, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (mut windowed, mut trees) = (Vec::new(), Vec::new());
         let mut of_block = Vec::new();
         for (of_span, span) in segment.spans().iter().enumerate() {
@@ -94,7 +100,8 @@ impl SegmentParts {
             let run = &plan.runs()[span.run];
             for (index, block) in of_run.clone().zip(&blocks[of_run]) {
                 if are_many(plan.shape(), block.queries) {
-                    many.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
+                    let of_size = if is_draft(plan.shape(), block.queries) { &mut drafts } else { &mut many };
+                    of_size.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
                     continue;
                 }
                 block.add_parts(index, run, span, &mut of_block);
@@ -118,18 +125,16 @@ impl SegmentParts {
                 }
             }
         }
-        let most = |many: bool| {
-            let of =
-                blocks.iter().map(|block| block.queries).filter(|&queries| are_many(plan.shape(), queries) == many);
-            of.max().unwrap_or(1)
+        let most = |parts: &[(usize, Part)]| parts.iter().map(|(_, part)| part.queries).max().unwrap_or(1);
+        let mask = |parts: &[(usize, Part)]| {
+            let run = |span: usize| &plan.runs()[segment.spans()[span].run];
+            let has_windows = parts.iter().any(|&(span, _)| run(span).window_start(0).is_some());
+            if has_windows { TokenMask::Window } else { TokenMask::None }
         };
-        let has_windows = many
-            .iter()
-            .any(|(span, _): &(usize, Part)| plan.runs()[segment.spans()[*span].run].window_start(0).is_some());
-        let of_many = if has_windows { TokenMask::Window } else { TokenMask::None };
         let all = [
-            (ItemQueries::Many(most(true)), of_many, many),
-            (ItemQueries::Few(most(false)), TokenMask::None, few),
+            (ItemQueries::Many(most(&many)), mask(&many), many),
+            (ItemQueries::Many(most(&drafts)), mask(&drafts), drafts),
+            (ItemQueries::Few(most(&few)), TokenMask::None, few),
             (ItemQueries::Few(1), TokenMask::None, single),
             (ItemQueries::Few(1), TokenMask::Window, windowed),
             (ItemQueries::Few(1), TokenMask::Tree, trees),
@@ -294,7 +299,10 @@ mod tests {
                         let state = item.state + query * item.stride;
                         let first = item.first_state + query * item.stride;
                         prop_assert!((first..first + item.states).contains(&state));
-                        prop_assert!(states.insert(state, row).is_none() || segment.cluster > 1);
+                        // A state that is an output shares its row.
+                        if item.states > 1 {
+                            prop_assert!(states.insert(state, row).is_none() || segment.cluster > 1);
+                        }
                         if run_kernel && item.states > 1 && item.state == item.first_state {
                             prop_assert!(at < segment.merged_items);
                             merged[row] += 1;

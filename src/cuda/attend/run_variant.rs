@@ -21,11 +21,22 @@ const MOST_WARPS: usize = 16;
 /// Rows that one block takes.
 pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
-/// Smallest number of rows for which it pays off. `attend` takes fewer rows.
-pub(super) const LEAST_ROWS: usize = 33;
+/// Smallest number of rows for which it pays off. `attend` takes fewer rows: its blocks have up to 8 query heads, so
+/// that more would read the tokens twice.
+pub(super) const LEAST_ROWS: usize = 9;
 
-/// Smallest number of f16 rows for which four warps multiply together.
+/// Warps of a block of few rows, which share the tokens of a tile.
+const FEW_WARPS: usize = MOST_WARPS / 2;
+
+/// Most warps that have the same rows, each for its part of the tokens.
+const MOST_PARTS: usize = 4;
+
+/// Most rows of a block whose tokens as many warps share.
+pub(super) const DRAFT_ROWS: usize = FEW_WARPS * WARP_ROWS / MOST_PARTS;
+
+/// Smallest number of rows for which four warps multiply together: in f16, and where something is unpacked.
 const LEAST_DENSE_ROWS: usize = 65;
+const LEAST_PACKED_ROWS: usize = 33;
 
 /// Channels whose queries and sums fit the registers of a warp.
 const MOST_CHANNELS: usize = 128;
@@ -52,8 +63,8 @@ pub(super) struct RunVariant {
 /// How warps multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Multiplies {
-    /// Every warp its 16 rows.
-    Warps,
+    /// Every warp 16 rows, and a part of the tokens of a tile where several warps have the same rows.
+    Warps { parts: usize },
     /// Four warps together multiply 64 rows by 64 tokens. If `halves` is 2, they do so for two halves of a tile at the
     /// same time.
     Warpgroups { halves: usize },
@@ -68,9 +79,11 @@ impl RunVariant {
         }
         let bulk_copies = facts.is_9_0_or_newer();
         let half_warps = if rows <= BLOCK_ROWS / 2 { MOST_WARPS / 2 } else { MOST_WARPS };
-        let mut ways = vec![(Multiplies::Warps, half_warps, 1..=3)];
-        // Few rows of f16 take less time without warpgroups.
-        let pays = pages.packed() || rows >= LEAST_DENSE_ROWS;
+        let parts =
+            [MOST_PARTS, MOST_PARTS / 2].into_iter().find(|parts| rows * parts <= FEW_WARPS * WARP_ROWS).unwrap_or(1);
+        let mut ways = vec![(Multiplies::Warps { parts }, half_warps, 1..=3)];
+        // Few rows of f16 take less time without warpgroups, and so do drafts.
+        let pays = rows >= if pages.packed() { LEAST_PACKED_ROWS } else { LEAST_DENSE_ROWS };
         if facts.has_warpgroups() && [64, 128].contains(&pages.head_dim) && pays {
             ways.insert(0, (Multiplies::Warpgroups { halves: 1 }, half_warps, 1..=3));
             if rows <= BLOCK_ROWS / 2 {
@@ -91,7 +104,8 @@ impl RunVariant {
 
     /// Every variant for blocks of up to `rows` rows.
     pub(super) fn all(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Vec<Self> {
-        let least = [1, LEAST_DENSE_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
+        let least =
+            [1, LEAST_PACKED_ROWS, LEAST_DENSE_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
         let mut all: Vec<Self> = least.filter_map(|rows| Self::new(pages, rows, facts)).collect();
         all.dedup();
         all
@@ -105,7 +119,7 @@ impl RunVariant {
     /// Number of warps that have the same rows.
     const fn token_parts(&self) -> usize {
         match self.multiplies {
-            Multiplies::Warps => 1,
+            Multiplies::Warps { parts } => parts,
             Multiplies::Warpgroups { halves } => halves,
         }
     }
@@ -169,8 +183,8 @@ impl RunVariant {
         let tile = PageFormat::f16(self.pages.head_dim).head_bytes();
         let halves = match self.multiplies {
             Multiplies::Warpgroups { halves } => halves * tile + self.rows() * self.pages.head_dim * size_of::<u16>(),
-            Multiplies::Warps if self.pages.packed() => 2 * tile,
-            Multiplies::Warps => 0,
+            Multiplies::Warps { .. } if self.pages.packed() => 2 * tile,
+            Multiplies::Warps { .. } => 0,
         };
         let stage = self.pages.head_bytes().next_multiple_of(LINE_BYTES) / self.tile_pieces();
         let tiles = halves + self.stages * stage;
@@ -199,7 +213,7 @@ mod tests {
         for facts in [h200, a100] {
             for format in [SegmentFormat::F16, SegmentFormat::saw_int4(), SegmentFormat { key: int8, value: int8 }] {
                 let pages = PageFormat::new(&shape, &format)?;
-                for longest in [1, 64, 65, 128, 200, BLOCK_ROWS] {
+                for longest in [1, 32, 33, 64, 65, 128, 200, BLOCK_ROWS] {
                     let all = RunVariant::all(pages, longest, &facts);
                     let one_by_one: Vec<_> =
                         (1..=longest).filter_map(|rows| RunVariant::new(pages, rows, &facts)).collect();
