@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::{QueryPrecision, SpanRead, SpanWrite};
 use crate::Result;
 use crate::format::AttentionShape;
-use crate::plan::{AttendPlan, Page, RowLayout, Rows, StoreFormat, TokenRange, WriteLayout, WriteTable};
+use crate::plan::{
+    AttendPlan, LayerAttention, Page, RowLayout, Rows, StoreFormat, TokenRange, WriteLayout, WriteTable,
+};
 
 /// An open step of layers that share their page tables: what it stores, and what its queries attend to. Only the stores
 /// differ between the layers.
@@ -106,6 +108,8 @@ pub struct StepKind<'a> {
     pub stores: &'a [StoreFormat],
     /// Precision of the queries that the recipe asks for.
     pub query: QueryPrecision,
+    /// How the layers attend.
+    pub attention: &'a LayerAttention,
 }
 
 /// The tensors of one layer's step, large enough for the largest step. A step of fewer tokens uses the first rows.

@@ -315,7 +315,12 @@ impl<B: Backend> LayerGroup<B> {
     /// What all steps of the layers have in common.
     pub(super) fn step_kind(&self) -> StepKind<'_> {
         let recipe = self.recipe();
-        StepKind { layout: self.table.table().layout(), stores: recipe.stores(), query: recipe.query() }
+        StepKind {
+            layout: self.table.table().layout(),
+            stores: recipe.stores(),
+            query: recipe.query(),
+            attention: recipe.attention(),
+        }
     }
 
     /// The tokens that steps could not store exactly, in all layers of the model.

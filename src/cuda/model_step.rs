@@ -188,11 +188,11 @@ impl ModelStep {
     /// # Errors
     /// As [`ModelStep::prepare`].
     pub fn prepare_chunks(&self, kind: StepKind<'_>, longest: usize) -> Result<()> {
-        let StepKind { layout, stores, .. } = kind;
+        let StepKind { layout, stores, attention, .. } = kind;
         let page_addresses = ModelTables::program();
         self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
         StoreStep::new(layout).prepare(&self.backend)?;
-        prepare(&self.backend, layout.shape(), stores, longest)
+        prepare(&self.backend, layout.shape(), (stores, attention), longest)
     }
 
     /// Takes a step and queues its tables on the stream: once for all layers, before they or a graph of them are

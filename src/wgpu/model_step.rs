@@ -13,8 +13,8 @@ use crate::backend::{
 };
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
-    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreFormat, StoreView,
-    WriteLayout, WriteTable,
+    AttendPlan, ElementType, LayerAttention, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreFormat,
+    StoreView, Visible, WriteLayout, WriteTable,
 };
 use crate::{Error, Result};
 
@@ -222,7 +222,7 @@ impl ModelStep {
 
     /// Compiles the kernels that each of these query runs can use, over spans of the given numbers of tiles.
     async fn prepare_runs(&self, kind: StepKind<'_>, runs: &[QueryRun], spans: &[u32]) -> Result<()> {
-        let StepKind { layout, stores, query } = kind;
+        let StepKind { layout, stores, query, attention } = kind;
         let LayerTensors { keys, values, .. } = &self.layers[0];
         let (pack, kernels) = (StoreStep::new(layout), self.backend.kernels());
         let mut variants = pack.variants(kernels.storage_buffers(), keys.element_type(), values.element_type());
@@ -242,14 +242,13 @@ impl ModelStep {
                 };
                 StoreView { format, calibration, spans: vec![span] }
             };
-            let together: Vec<StoreView<'_>> = stores.iter().enumerate().map(view).collect();
-            for run in runs {
-                for store in stores {
-                    let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &[view((0, store))])?;
-                    variants.extend(self.plan(&plan, query)?.variants());
+            let alone = stores.iter().map(|store| vec![view((0, store))]);
+            let together = stores.iter().enumerate().map(view).collect();
+            for views in alone.chain([together]) {
+                for run in runs.iter().flat_map(|run| masked_runs(attention, run, views.len() * tokens)) {
+                    let plan = AttendPlan::new(*layout.shape(), &[run], &views)?;
+                    variants.extend(self.plan(&attention.score(plan)?, query)?.variants());
                 }
-                let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &together)?;
-                variants.extend(self.plan(&plan, query)?.variants());
             }
         }
         variants.sort_unstable();
@@ -388,6 +387,17 @@ impl Bound {
     const fn slot_offset(&self, slot: usize) -> u32 {
         (self.slot_bytes * slot as u64) as u32
     }
+}
+
+/// A run over sequences of `tokens` tokens as a layer sees it: all of what is before, where a window ends at the border
+/// of a tile, and where it cuts one.
+fn masked_runs(attention: &LayerAttention, run: &QueryRun, tokens: usize) -> Vec<QueryRun> {
+    let mut runs = vec![run.clone()];
+    if let (Some(left), true) = (attention.window(), run.queries + 1 < tokens) {
+        let ending = |end| QueryRun { visible: Visible::Window { left }, end: Some(end), ..run.clone() };
+        runs.extend([ending(tokens), ending(tokens - 1)]);
+    }
+    runs
 }
 
 /// Tiles of a span that is cut into more items than can be merged without a launch of its own.

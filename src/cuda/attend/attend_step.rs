@@ -6,6 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
+use super::logits::{Logits, TokenMask};
 use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
 use super::run_variant::RunVariant;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
@@ -19,7 +20,7 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue};
-use crate::plan::{AttendPlan, ElementType, QueryLayout, Scoring, StoreFormat};
+use crate::plan::{AttendPlan, ElementType, LayerAttention, QueryLayout, Scoring, StoreFormat};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -59,9 +60,13 @@ pub struct AttendStep {
 pub(in crate::cuda) fn prepare(
     backend: &Cuda,
     shape: &AttentionShape,
-    stores: &[StoreFormat],
+    (stores, attention): (&[StoreFormat], &LayerAttention),
     longest: usize,
 ) -> Result<()> {
+    let scoring = attention.scoring().cloned().unwrap_or_else(|| Scoring::of(shape));
+    // Items that the window cuts, and items that it does not.
+    let masks = [Some(TokenMask::None), attention.window().map(|_| TokenMask::Window)];
+    let logits: Vec<Logits> = masks.into_iter().flatten().map(|mask| Logits::new(&scoring, mask)).collect();
     for StoreFormat { format, calibration } in stores {
         let pages = PageFormat::new(shape, format)?;
         // A query has extremes of its own.
@@ -71,13 +76,16 @@ pub(in crate::cuda) fn prepare(
         };
         for queries in 1..=queries {
             for variant in AttendVariant::all(pages, shape.group(), queries, backend.kernels().facts())? {
-                passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
+                for &logits in &logits {
+                    let variant = AttendVariant { logits, ..variant };
+                    passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
+                }
             }
         }
         if calibration.is_none() && are_many(shape, longest) {
             let rows = longest.min(many_queries(shape)) * shape.group();
             for variant in RunVariant::all(pages, rows, backend.kernels().facts()) {
-                variant.prepare(backend)?;
+                logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
             }
         }
     }
