@@ -6,7 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
-use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
+use super::parts::{SegmentParts, few_queries, least_rows, many_queries, query_blocks};
 use super::run_variant::RunVariant;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
 use super::segment::{PlannedLaunch, assign_states};
@@ -74,10 +74,12 @@ pub(in crate::cuda) fn prepare(
                 passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
             }
         }
-        if calibration.is_none() && are_many(shape, longest) {
+        if calibration.is_none() && longest > 1 && many_queries(shape) > 1 {
             let rows = longest.min(many_queries(shape)) * shape.group();
             for variant in RunVariant::all(pages, rows, backend.kernels().facts()) {
-                variant.prepare(backend)?;
+                if variant.least_rows() <= rows {
+                    variant.prepare(backend)?;
+                }
             }
         }
     }
@@ -96,10 +98,11 @@ impl AttendStep {
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
         let shape = *plan.shape();
-        let blocks = query_blocks(facts, plan);
+        let least = least_rows(facts, plan);
+        let blocks = query_blocks(plan, least);
         let mut segments = Vec::new();
         for segment in plan.segments() {
-            for parts in SegmentParts::of(plan, segment, &blocks) {
+            for parts in SegmentParts::of(plan, segment, &blocks, least) {
                 segments.push(PlannedLaunch::new(facts, &shape, segment, parts, plan.scoring())?);
             }
         }
