@@ -36,9 +36,9 @@ pub struct AttendTensors<'a> {
 /// A step in the form that the CUDA kernels run: decided from lengths alone, without using the device.
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
-/// items. Runs with 33 or more rows (of queries and query heads) share items of up to 256 rows, unless keys have
-/// sketches, scores are calibrated, or heads have more than 128 channels. Otherwise an item has as many queries as
-/// eight query heads hold.
+/// items. Runs with 33 or more rows (of queries and query heads), or 9 in f16, share items of up to 256 rows, unless
+/// keys have sketches, scores are calibrated, or heads of packed tensors have more than 128 channels. Otherwise an item
+/// has as many queries as eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     pub(super) shape: AttentionShape,
