@@ -1,5 +1,5 @@
-// prepare_run_query: `prepare_query` for the kernel of many queries, where keys are not rotated. A workgroup prepares
-// several query heads of a query, since prompts have many.
+// prepare_run_query: `prepare_query` for the kernel of many queries. A workgroup prepares several query heads of a query,
+// since prompts have many.
 //
 // Workgroup (x, y): prepared query x, query heads y · PREPARED_HEADS onwards. ROW_INVOCATIONS of its invocations own the
 // channels of a head, four neighbouring ones each, of LANE_HEADS heads. It reads D elements of each, and as many ranges,
@@ -7,7 +7,7 @@
 //
 // In bounds: as `prepare_query`. Heads that do not exist read the last one and write nothing.
 //
-// gives: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS
+// gives: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, LANE_HEADS
 // binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, ROW_INVOCATIONS, SCORE_SCALE
 
@@ -33,6 +33,7 @@ const PREPARED_HEADS: u32 = LANE_HEADS * (INVOCATIONS / ROW_INVOCATIONS);
 const SCORE_SCALE: f32 = 0.12751743f;
 
 // import input = attend/input/f32.wgsl
+// import rotated_rows = attend/rotated_rows/slot.wgsl
 // import query_ranges = attend/query_ranges/slot.wgsl
 
 // The largest magnitude, and the bias: [head of an invocation][invocation].
@@ -53,6 +54,7 @@ fn prepare_run_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_inv
         let head = min(first + i, QUERY_HEADS - 1u);
         rows[i] = input4((query.row * QUERY_HEADS + head) * (HEAD_DIM / 4u) + channels) * exists;
     }
+    rotate_rows(&rows, invocation, field);
     // unroll
     for (var i = 0u; i < LANE_HEADS; i++) {
         let kv_head = min(first + i, QUERY_HEADS - 1u) / (QUERY_HEADS / KV_HEADS);

@@ -165,7 +165,7 @@ fn run_variants(capabilities: &Capabilities) -> Vec<Variant> {
         let kernels: Vec<&str> = variants.iter().map(Variant::kernel).collect();
         let (kernels, rotated) = (kernels.as_slice(), format.key.rotation().is_some());
         let expected: &[&str] = match rotated {
-            true => &["prepare_query", "prepare_query", "attend", "attend_run", "merge_states"],
+            true => &["prepare_query", "prepare_run_query", "attend", "attend_run", "merge_states"],
             false => &["prepare_run_query", "attend", "attend_run", "merge_states"],
         };
         assert_eq!(kernels, expected, "{format}");

@@ -7,7 +7,7 @@ use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
 use super::logits::{Logits, TokenMask};
-use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
+use super::parts::{SegmentParts, few_queries, least_rows, many_queries, query_blocks};
 use super::run_variant::RunVariant;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
 use super::segment::{PlannedLaunch, assign_states};
@@ -37,9 +37,9 @@ pub struct AttendTensors<'a> {
 /// A step in the form that the CUDA kernels run: decided from lengths alone, without using the device.
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
-/// items. Runs with 33 or more rows (of queries and query heads) share items of up to 256 rows, unless keys have
-/// sketches, scores are calibrated, or heads have more than 128 channels. Otherwise an item has as many queries as
-/// eight query heads hold.
+/// items. Runs with 33 or more rows (of queries and query heads), or 9 in f16, share items of up to 256 rows, unless
+/// keys have sketches, scores are calibrated, or heads of packed tensors have more than 128 channels. Otherwise an item
+/// has as many queries as eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     pub(super) shape: AttentionShape,
@@ -82,10 +82,12 @@ pub(in crate::cuda) fn prepare(
                 }
             }
         }
-        if calibration.is_none() && are_many(shape, longest) {
+        if calibration.is_none() && longest > 1 && many_queries(shape) > 1 {
             let rows = longest.min(many_queries(shape)) * shape.group();
             for variant in RunVariant::all(pages, rows, backend.kernels().facts()) {
-                logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
+                if variant.least_rows() <= rows {
+                    logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
+                }
             }
         }
     }
@@ -104,10 +106,11 @@ impl AttendStep {
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
         let shape = *plan.shape();
-        let blocks = query_blocks(facts, plan);
+        let least = least_rows(facts, plan);
+        let blocks = query_blocks(plan, least);
         let mut segments = Vec::new();
         for segment in plan.segments() {
-            for parts in SegmentParts::of(plan, segment, &blocks) {
+            for parts in SegmentParts::of(plan, segment, &blocks, least) {
                 segments.push(PlannedLaunch::new(facts, &shape, segment, parts, plan.scoring())?);
             }
         }

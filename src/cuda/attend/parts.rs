@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::logits::TokenMask;
-use super::run_variant::{BLOCK_ROWS, DRAFT_ROWS, LEAST_ROWS, RunVariant};
+use super::run_variant::{DRAFT_ROWS, RunVariant, block_rows};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::format::{AttentionShape, TILE_TOKENS};
@@ -20,13 +20,24 @@ pub(super) const fn few_queries(shape: &AttentionShape) -> usize {
 
 /// Maximum number of queries of a run that a block of `attend_run` takes together; 1 if the kernel is not used.
 pub(super) const fn many_queries(shape: &AttentionShape) -> usize {
-    let queries = BLOCK_ROWS / shape.group();
+    let queries = block_rows(shape.head_dim()) / shape.group();
     if queries == 0 { 1 } else { queries }
 }
 
-/// Whether `queries` queries are enough for `attend_run`.
-pub(super) const fn are_many(shape: &AttentionShape, queries: usize) -> bool {
-    queries > 1 && many_queries(shape) > 1 && queries * shape.group() >= LEAST_ROWS
+/// Whether `queries` queries are enough for `attend_run`, which pays off from `least` rows on.
+pub(super) const fn are_many(shape: &AttentionShape, queries: usize, least: usize) -> bool {
+    queries > 1 && many_queries(shape) > 1 && queries * shape.group() >= least
+}
+
+/// Smallest number of rows that `attend_run` takes over all segments; none where it does not serve one of them. It does
+/// not compute extremes, and each query would need its own.
+pub(super) fn least_rows(facts: &DeviceFacts, plan: &AttendPlan) -> Option<usize> {
+    let shape = plan.shape();
+    let of_segment = |segment: &StorePart| {
+        let pages = PageFormat::new(shape, segment.format()).ok().filter(|_| segment.calibration().is_none());
+        pages.and_then(|pages| RunVariant::new(pages, block_rows(shape.head_dim()), facts)).map(|run| run.least_rows())
+    };
+    plan.segments().iter().map(of_segment).try_fold(0, |most, least| least.map(|least| most.max(least)))
 }
 
 /// Whether as many queries have so few rows that they take a launch of their own, with smaller blocks.
@@ -34,13 +45,14 @@ const fn is_draft(shape: &AttentionShape, queries: usize) -> bool {
     queries * shape.group() <= DRAFT_ROWS
 }
 
-/// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment, and the
-/// others in those of `attend`.
-pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block> {
+/// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment and takes
+/// `least` rows, and the others in those of `attend`.
+pub(super) fn query_blocks(plan: &AttendPlan, least: Option<usize>) -> Vec<Block> {
     let shape = plan.shape();
-    let takes_many = |run: &PlannedRun| are_many(shape, run.run.queries) && run.moves_evenly();
     let few = || blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
-    if !plan.runs().iter().any(takes_many) || !plan.segments().iter().all(serves(shape, facts)) {
+    let Some(least) = least else { return few() };
+    let takes_many = |run: &PlannedRun| are_many(shape, run.run.queries, least) && run.moves_evenly();
+    if !plan.runs().iter().any(takes_many) {
         return few();
     }
     let few = if plan.runs().iter().all(takes_many) { Vec::new() } else { few() };
@@ -56,15 +68,6 @@ pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block>
         (0..count).map(|at| Block { run, first: first(at), queries: first(at + 1) - first(at) }).collect()
     };
     plan.runs().iter().enumerate().flat_map(of_run).collect()
-}
-
-/// Whether `attend_run` supports a segment. It does not compute extremes, and each query would need its own.
-fn serves(shape: &AttentionShape, facts: &DeviceFacts) -> impl Fn(&StorePart) -> bool {
-    move |segment| {
-        let pages = PageFormat::new(shape, segment.format()).ok();
-        segment.calibration().is_none()
-            && pages.is_some_and(|pages| RunVariant::new(pages, BLOCK_ROWS, facts).is_some())
-    }
 }
 
 /// The queries of the items of a launch.
@@ -89,7 +92,8 @@ pub(super) struct SegmentParts {
 
 impl SegmentParts {
     /// The parts of blocks of many queries, of few, and of single queries. Empty ones are left out.
-    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block]) -> Vec<Self> {
+    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block], least: Option<usize>) -> Vec<Self> {
+        let is_many = |queries: usize| least.is_some_and(|least| are_many(plan.shape(), queries, least));
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
         let (mut many, mut drafts, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -99,7 +103,7 @@ impl SegmentParts {
             let of_run = first_block[span.run]..first_block[span.run + 1];
             let run = &plan.runs()[span.run];
             for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-                if are_many(plan.shape(), block.queries) {
+                if is_many(block.queries) {
                     let of_size = if is_draft(plan.shape(), block.queries) { &mut drafts } else { &mut many };
                     of_size.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
                     continue;
@@ -311,7 +315,8 @@ mod tests {
                     }
                 }
             }
-            let takes_many = |run: &PlannedRun| are_many(&shape, run.run.queries) && run.moves_evenly();
+            let least = least_rows(&H200, &plan).unwrap_or(usize::MAX);
+            let takes_many = |run: &PlannedRun| are_many(&shape, run.run.queries, least) && run.moves_evenly();
             let rows_of_many = plan.runs().iter().filter(|run| takes_many(run));
             prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
             for run in plan.runs() {

@@ -4,9 +4,10 @@ use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows};
 use super::specialisation::{MAX_TILES, Specialisation};
 use crate::TILE_TOKENS;
 use crate::format::codebook::level_unit;
-use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, TensorFormat, TileLayout};
+use crate::format::{AffineFormat, AttentionShape, Bits, Direction, Grouping, TensorFormat, TileLayout};
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
+use crate::wgpu::pack::hadamard::{DirectedRotation, with_turn};
 
 /// Tokens of a step: those of a product of 16 × 16 × 16.
 const STEP_TOKENS: usize = 16;
@@ -28,6 +29,8 @@ const MOST_CHANNELS: usize = 256;
 /// Query heads that an invocation of `prepare_run_query` prepares a part of, and invocations of a workgroup.
 const PREPARED_HEADS: usize = 4;
 const PREPARING_INVOCATIONS: usize = 64;
+/// The storage of its prepared queries.
+const QUERY_ROW: &str = "attend/query_row/f16.wgsl";
 /// Subgroups of the largest workgroup.
 const MOST_SUBGROUPS: usize = 8;
 /// Steps of levels in the half 1: see `attend/level_halves.wgsl`.
@@ -90,19 +93,35 @@ impl Specialisation<'_> {
 
     /// The kernel that prepares its queries of `input` elements.
     pub(super) fn prepare_run_query(&self, input: ElementType) -> Variant {
+        if self.prepares_apart() {
+            return self.put_query_ranges(self.prepare_rotated_query(input).import("query_row", QUERY_ROW));
+        }
+        let head_dim = self.shape.head_dim();
+        let variant =
+            self.put_rows("prepare_run_query", input).constant("ROW_INVOCATIONS", self.prepared_row_invocations());
         let variant = match self.format.key.rotation() {
-            Some(_) => self.prepare_rotated_query(input).import("query_row", "attend/query_row/f16.wgsl"),
-            None => {
-                self.put_rows("prepare_run_query", input).constant("ROW_INVOCATIONS", self.prepared_row_invocations())
+            None => variant,
+            Some(rotation) => {
+                let turn = DirectedRotation { rotation, direction: Direction::Forward };
+                with_turn(variant.import("rotated_rows", "attend/rotated_rows/hadamard.wgsl"), turn, head_dim)
             }
         };
+        self.put_query_ranges(variant)
+    }
+
+    /// Whether `prepare_query` prepares its queries, one by one: where channels change their places.
+    fn prepares_apart(&self) -> bool {
+        self.format.key.rotation().is_some_and(|rotation| rotation.dealt_blocks(self.shape.head_dim()) > 1)
+    }
+
+    fn put_query_ranges(&self, variant: Variant) -> Variant {
         match self.query_fields().span_middle {
             Some(middle) => variant.import("query_ranges", "attend/query_ranges/span.wgsl").float("KEY_MIDDLE", middle),
             None => variant,
         }
     }
 
-    /// Invocations that prepare a row of queries together, where keys are not rotated.
+    /// Invocations that prepare a row of queries together.
     const fn prepared_row_invocations(&self) -> usize {
         if self.shape.head_dim() <= 4 * SUBGROUP { SUBGROUP } else { 2 * SUBGROUP }
     }
@@ -110,10 +129,7 @@ impl Specialisation<'_> {
     /// Workgroups that prepare a query.
     pub(super) fn prepared_workgroups(&self) -> usize {
         let heads = PREPARED_HEADS * (PREPARING_INVOCATIONS / self.prepared_row_invocations());
-        match self.format.key.rotation() {
-            Some(_) => self.shape.query_heads(),
-            None => self.shape.query_heads().div_ceil(heads),
-        }
+        if self.prepares_apart() { self.shape.query_heads() } else { self.shape.query_heads().div_ceil(heads) }
     }
 
     /// Bytes of `queries` prepared queries, and of their constants.

@@ -108,6 +108,8 @@ files![
     "attend/query_row/f32.wgsl",
     "attend/query_row/int.wgsl",
     "attend/query_row/slot.wgsl",
+    "attend/rotated_rows/hadamard.wgsl",
+    "attend/rotated_rows/slot.wgsl",
     "attend/run_arrivals/ahead.wgsl",
     "attend/run_arrivals/by_turns.wgsl",
     "attend/run_arrivals/slot.wgsl",

@@ -37,8 +37,8 @@ enable wgpu_cooperative_matrix;
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: Half4, Eight, Sums, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, STEPS, EIGHTS, TOKEN_VECTORS, SCORE_ROW, ROW_SCORES, scores,
-//   factors, pages, load_keys, load_values, store_keys, store_values
+// gives: Half4, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, STEPS, EIGHTS, TOKEN_VECTORS, SCORE_ROW, ROW_SCORES,
+//   scores, factors, pages, load_keys, load_values, store_keys, store_values
 // binds: 2 run_queries, 8 run_constants
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
