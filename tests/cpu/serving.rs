@@ -28,8 +28,11 @@ fn serve(growth: Growth, seed: u64) {
     for (recipe, operations) in [("f16", 1500), ("int8", 1000), ("saw-int4+centre", 500), ("kivi:4+window=0", 400)] {
         let mut server = Server::new(&Cpu::new(), recipe, growth, seed, |_| Calls);
         server.serve(operations);
-        println!("{recipe}, {growth:?}: {} steps, {} refused", server.steps, server.refused);
-        assert!(server.refused > 10, "{recipe}, {growth:?}: the budget ran out {} times", server.refused);
+        let (steps, refused, found) = (server.steps, server.refused, server.found);
+        println!("{recipe}, {growth:?}: {steps} steps, {refused} refused, {found} prefixes found");
+        // Sequences of more than a tile are rare under so small a budget.
+        assert!(found > 2 || recipe != "f16", "{recipe}, {growth:?}: {found} prefixes found");
+        assert!(server.refused > 1, "{recipe}, {growth:?}: the budget ran out {} times", server.refused);
     }
 }
 
