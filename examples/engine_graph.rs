@@ -42,7 +42,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
         LayerTensors { keys: zeroed(kv)?, values: zeroed(kv)?, queries: zeroed(query)?, output: zeroed(query)? };
     let rows = RowLayout::token_major(SEQUENCES, &shape);
     let mut steps = ModelStep::new(&backend, rows, vec![tensors.clone(); LAYERS])?;
-    steps.prepare(cache.step_kind(0)?)?;
+    steps.prepare(&cache)?;
     let (mut graph, mut captured) = (None, 0);
 
     // Every step.

@@ -58,7 +58,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let tensors = (0..LAYERS).map(of_layer).collect::<kvpack::Result<Vec<_>>>()?;
     let rows = RowLayout::token_major(1, &shape);
     let mut steps = ModelStep::new(&backend, rows, tensors.clone())?;
-    steps.prepare(cache.step_kind(0)?).await?;
+    steps.prepare(&cache).await?;
 
     // Every step.
     for token in 0..DECODED {

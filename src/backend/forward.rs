@@ -115,6 +115,10 @@ pub trait Forward {
         self.inner().write_span(store, bytes, place)
     }
 
+    fn span_layout(&self) -> &'static str {
+        self.inner().span_layout()
+    }
+
     fn store_bytes(&self, store: &Store<Self>) -> u64 {
         self.inner().store_bytes(store)
     }

@@ -85,6 +85,10 @@ impl<F: Forward> Storage for Forwarding<F> {
         self.0.write_span(store, bytes, place)
     }
 
+    fn span_layout(&self) -> &'static str {
+        self.0.span_layout()
+    }
+
     fn store_bytes(&self, store: &Store<F>) -> u64 {
         self.0.store_bytes(store)
     }

@@ -112,6 +112,19 @@ pub struct StepKind<'a> {
     pub attention: &'a LayerAttention,
 }
 
+/// What has steps of one kind or several: a [`ModelCache`](crate::cache::ModelCache), of all its layers, or one kind.
+/// `ModelStep` prepares its kernels for all of them.
+pub trait StepKinds {
+    /// The kinds of steps, each once.
+    fn step_kinds(&self) -> Vec<StepKind<'_>>;
+}
+
+impl StepKinds for StepKind<'_> {
+    fn step_kinds(&self) -> Vec<StepKind<'_>> {
+        vec![*self]
+    }
+}
+
 /// The tensors of one layer's step, large enough for the largest step. A step of fewer tokens uses the first rows.
 /// Layers that run one after the other may share all tensors. `T` is the backend's tensor.
 #[derive(Clone, Debug)]

@@ -100,6 +100,10 @@ pub trait Storage: Device {
     /// When a page or a slot does not exist, or the bytes do not match the place.
     fn write_span(&self, store: &mut Self::Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()>;
 
+    /// The name of the layout of [`SpanBytes`], the same on all devices of one kind of backend. Bytes of one layout are
+    /// those of no other.
+    fn span_layout(&self) -> &'static str;
+
     /// Bytes that the store holds on the device: tiles, tile ranges, span ranges and centres.
     fn store_bytes(&self, store: &Self::Store) -> u64;
 }

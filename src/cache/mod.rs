@@ -9,6 +9,8 @@
 //! | [`ModelCache`] | all layers of a model: a step changes their page tables once, and every layer stores and attends |
 //! | [`ObservedPrompt`] | a prompt that a [policy](crate::policy) looks at, of which [`ModelCache::compress`] stores what stays |
 //!
+//! A [`PrefixCache`] keeps beginnings of prompts in sequences of a [`ModelCache`] for requests that begin alike.
+//!
 //! A [`Recipe`] lists the stores of a cache (f16, and any number of packed ones) and the rule for appended tokens. A
 //! [`PromptSpan`] assigns tokens of a prompt to a store. A [`ModelRecipe`] is the text form of both, and of the policy
 //! that evicts tokens of a prompt.
@@ -37,6 +39,7 @@ mod model_sequences;
 mod observed;
 mod page_tables;
 mod parsed;
+mod prefixes;
 mod prompt;
 mod recipe;
 mod recipe_option;
@@ -48,6 +51,7 @@ mod sequence;
 mod slots;
 mod step;
 mod swap;
+mod swapped_bytes;
 mod together;
 mod write_table;
 
@@ -61,6 +65,7 @@ pub use methods::{METHODS, Method};
 pub use mixture::Mixture;
 pub use model_cache::ModelCache;
 pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
+pub use prefixes::PrefixCache;
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};
 pub use recipe_text::ModelRecipe;
@@ -68,6 +73,8 @@ pub use room::{SequencePages, StoreRoom};
 pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
 pub use swap::SwappedSequence;
+#[doc(hidden)]
+pub use swapped_bytes::write_checksum;
 
 pub use crate::plan::StoreFormat;
 

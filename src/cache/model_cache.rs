@@ -9,7 +9,7 @@ use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
 use super::step::NewTokens;
 use super::{CacheMemory, PromptSpan, Recipe, TokenRun};
-use crate::backend::{Backend, OpenStep, StepKind, StoredLayers};
+use crate::backend::{Backend, OpenStep, StepKind, StepKinds, StoredLayers};
 use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, QueryRun, RowLayout};
 use crate::{Error, Result};
@@ -226,7 +226,8 @@ impl<B: Backend> ModelCache<B> {
         Ok(groups.map(|((group, change), plan)| group.open_step(change, plan, &step.stored)).collect())
     }
 
-    /// What all steps of a layer have in common, for compiling kernels before a model is served.
+    /// What all steps of a layer have in common, for compiling kernels before a model is served; `ModelStep::prepare`
+    /// takes the whole cache as well.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
@@ -389,6 +390,24 @@ impl<B: Backend> ModelCache<B> {
         }
         step.stored.mark(layer);
         Ok(())
+    }
+}
+
+/// Those of all layers.
+impl<B: Backend> StepKinds for &ModelCache<B> {
+    fn step_kinds(&self) -> Vec<StepKind<'_>> {
+        let mut kinds: Vec<StepKind<'_>> = Vec::new();
+        for of in self.groups.iter().map(LayerGroup::step_kind) {
+            let same = |other: &StepKind<'_>| {
+                let shapes =
+                    (other.layout.shape(), other.stores, other.query) == (of.layout.shape(), of.stores, of.query);
+                shapes && other.layout.windows() == of.layout.windows()
+            };
+            if !kinds.iter().any(same) {
+                kinds.push(of);
+            }
+        }
+        kinds
     }
 }
 

@@ -136,6 +136,10 @@ impl Storage for Cpu {
         store.write_span(bytes, place)
     }
 
+    fn span_layout(&self) -> &'static str {
+        "cpu"
+    }
+
     fn store_bytes(&self, store: &CpuStore) -> u64 {
         store.bytes()
     }

@@ -231,6 +231,10 @@ impl Storage for Cuda {
         store.write_span(&self.stream, bytes, place)
     }
 
+    fn span_layout(&self) -> &'static str {
+        "cuda"
+    }
+
     fn store_bytes(&self, store: &Store) -> u64 {
         store.bytes()
     }

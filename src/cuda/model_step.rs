@@ -16,7 +16,7 @@ use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::store_step::{BoundStoreStep, StoreStep};
 use super::pack::write_memory::WriteMemory;
-use crate::backend::{BoundClasses, OpenStep, StagedSpan, StepKind, StoredLayers, WriteInput, of_layer};
+use crate::backend::{BoundClasses, OpenStep, StagedSpan, StepKind, StepKinds, StoredLayers, WriteInput, of_layer};
 use crate::plan::{AttendPlan, QueryLayout, RowLayout, WriteLayout};
 use crate::{Error, Result};
 
@@ -43,7 +43,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
 /// let mut steps = ModelStep::new(backend, rows, tensors)?;
-/// steps.prepare(cache.step_kind(0)?)?;
+/// steps.prepare(&*cache)?;
 /// let mut graph = None;
 ///
 /// // Every step:
@@ -172,14 +172,15 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decode steps of a kind can use, or reads it from the kernel cache, so that serving a
-    /// model never compiles. The kind is that of [`ModelCache::step_kind`](crate::cache::ModelCache::step_kind).
-    /// [`ModelStep::prepare_chunks`] does so for chunks of prompts.
+    /// Compiles every kernel that decode steps of a cache can use, or reads it from the kernel cache, so that serving a
+    /// model never compiles. It takes a `&ModelCache`, or the kind of some of its layers
+    /// ([`ModelCache::step_kind`](crate::cache::ModelCache::step_kind)). [`ModelStep::prepare_chunks`] does so for
+    /// chunks of prompts.
     ///
     /// # Errors
     /// Errors from compiling kernels; [`Error::Limit`] for a format that does not fit the device.
-    pub fn prepare(&self, kind: StepKind<'_>) -> Result<()> {
-        self.prepare_chunks(kind, 1)
+    pub fn prepare(&self, of: impl StepKinds) -> Result<()> {
+        self.prepare_chunks(of, 1)
     }
 
     /// As [`ModelStep::prepare`], for steps with chunks of up to `longest` tokens: compiles kernels that take several
@@ -187,12 +188,14 @@ impl ModelStep {
     ///
     /// # Errors
     /// As [`ModelStep::prepare`].
-    pub fn prepare_chunks(&self, kind: StepKind<'_>, longest: usize) -> Result<()> {
-        let StepKind { layout, stores, attention, .. } = kind;
+    pub fn prepare_chunks(&self, of: impl StepKinds, longest: usize) -> Result<()> {
         let page_addresses = ModelTables::program();
         self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
-        StoreStep::new(layout).prepare(&self.backend)?;
-        prepare(&self.backend, layout.shape(), (stores, attention), longest)
+        for StepKind { layout, stores, attention, .. } in of.step_kinds() {
+            StoreStep::new(layout).prepare(&self.backend)?;
+            prepare(&self.backend, layout.shape(), (stores, attention), longest)?;
+        }
+        Ok(())
     }
 
     /// Takes a step and queues its tables on the stream: once for all layers, before they or a graph of them are

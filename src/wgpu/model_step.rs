@@ -5,11 +5,11 @@ use std::sync::Arc;
 use super::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, full_runs};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
-use super::device::{Launches, Store, Tensor};
+use super::device::{Launches, Store, Tensor, Variant};
 use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory, staged};
 use super::table_slots::TableSlots;
 use crate::backend::{
-    AttendOptions, BoundClasses, OpenStep, QueryPrecision, StepKind, StoredLayers, WriteInput, of_layer,
+    AttendOptions, BoundClasses, OpenStep, QueryPrecision, StepKind, StepKinds, StoredLayers, WriteInput, of_layer,
 };
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
@@ -42,7 +42,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// // Once: 64 sequences, the tensors of every layer.
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
 /// let mut steps = ModelStep::new(backend, rows, tensors)?;
-/// steps.prepare(cache.step_kind(0)?).await?;
+/// steps.prepare(&*cache).await?;
 ///
 /// // Every step:
 /// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
@@ -191,14 +191,15 @@ impl ModelStep {
         Self { output_rows: Some(rows), ..self }
     }
 
-    /// Compiles every kernel that decode steps of a kind can use, however long their sequences become, so that serving
-    /// a model never compiles. The kind is that of [`ModelCache::step_kind`](crate::cache::ModelCache::step_kind).
-    /// [`ModelStep::prepare_chunks`] does so for prompts in chunks.
+    /// Compiles every kernel that decode steps of a cache can use, however long their sequences become, so that serving
+    /// a model never compiles. It takes a `&ModelCache`, or the kind of some of its layers
+    /// ([`ModelCache::step_kind`](crate::cache::ModelCache::step_kind)). [`ModelStep::prepare_chunks`] does so for
+    /// prompts in chunks.
     ///
     /// # Errors
     /// As [`AttendStep::new`], and [`Error::Gpu`] when the device refuses a kernel.
-    pub async fn prepare(&self, kind: StepKind<'_>) -> Result<()> {
-        self.prepare_runs(kind, &[QueryRun::decode(0)], &[1, MANY_TILES]).await
+    pub async fn prepare(&self, of: impl StepKinds) -> Result<()> {
+        self.prepare_runs(&of.step_kinds(), |_| vec![QueryRun::decode(0)], &[1, MANY_TILES]).await
     }
 
     /// As [`ModelStep::prepare`], for steps with chunks of up to `longest` tokens, or as many as the tensors have rows:
@@ -206,26 +207,45 @@ impl ModelStep {
     ///
     /// # Errors
     /// As [`ModelStep::prepare`].
-    pub async fn prepare_chunks(&self, kind: StepKind<'_>, longest: usize) -> Result<()> {
-        let longest = longest.min(self.rows.tokens);
-        let short: Vec<_> = (2..=longest.min(MOST_CHUNK_KINDS)).map(|tokens| QueryRun::causal(0, tokens)).collect();
-        self.prepare_runs(kind, &short, &[1, MANY_TILES]).await?;
-        self.backend.kernels().prepare(&staged::variants_of(kind)?).await?;
+    pub async fn prepare_chunks(&self, of: impl StepKinds, longest: usize) -> Result<()> {
+        let (kinds, longest) = (of.step_kinds(), longest.min(self.rows.tokens));
+        let causal = |tokens| QueryRun::causal(0, tokens);
+        let short = |_: &StepKind<'_>| (2..=longest.min(MOST_CHUNK_KINDS)).map(causal).collect();
+        self.prepare_runs(&kinds, short, &[1, MANY_TILES]).await?;
+        let staged: Vec<Vec<Variant>> = kinds.iter().map(|&kind| staged::variants_of(kind)).collect::<Result<_>>()?;
+        self.backend.kernels().prepare(&staged.concat()).await?;
         if !self.backend.capabilities().matrices {
             return Ok(());
         }
-        let full = full_runs(kind.layout.shape()).map(|queries| queries.min(longest)).into_iter();
-        let long: Vec<_> =
-            full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(|tokens| QueryRun::causal(0, tokens)).collect();
-        self.prepare_runs(kind, &long, &[RUN_TILES]).await
+        let long = |kind: &StepKind<'_>| {
+            let full = full_runs(kind.layout.shape()).map(|queries| queries.min(longest)).into_iter();
+            full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(causal).collect()
+        };
+        self.prepare_runs(&kinds, long, &[RUN_TILES]).await
     }
 
-    /// Compiles the kernels that each of these query runs can use, over spans of the given numbers of tiles.
-    async fn prepare_runs(&self, kind: StepKind<'_>, runs: &[QueryRun], spans: &[u32]) -> Result<()> {
+    /// Compiles the kernels that some query runs of each kind can use, over spans of the given numbers of tiles.
+    async fn prepare_runs(
+        &self,
+        kinds: &[StepKind<'_>],
+        runs: impl Fn(&StepKind<'_>) -> Vec<QueryRun>,
+        spans: &[u32],
+    ) -> Result<()> {
+        let mut variants = Vec::new();
+        for kind in kinds {
+            variants.extend(self.variants_of(*kind, &runs(kind), spans)?);
+        }
+        variants.sort_unstable();
+        variants.dedup();
+        self.backend.kernels().prepare(&variants).await
+    }
+
+    /// The kernels of a kind of steps that each of these query runs can use.
+    fn variants_of(&self, kind: StepKind<'_>, runs: &[QueryRun], spans: &[u32]) -> Result<Vec<Variant>> {
         let StepKind { layout, stores, query, attention } = kind;
         let LayerTensors { keys, values, .. } = &self.layers[0];
-        let (pack, kernels) = (StoreStep::new(layout), self.backend.kernels());
-        let mut variants = pack.variants(kernels.storage_buffers(), keys.element_type(), values.element_type());
+        let buffers = self.backend.kernels().storage_buffers();
+        let mut variants = StoreStep::new(layout).variants(buffers, keys.element_type(), values.element_type());
         for &tiles in spans {
             let pages: Vec<Page> = (0..tiles).map(|index| Page { shard: 0, index }).collect();
             let tokens = pages.len() * TILE_TOKENS;
@@ -251,9 +271,7 @@ impl ModelStep {
                 }
             }
         }
-        variants.sort_unstable();
-        variants.dedup();
-        kernels.prepare(&variants).await
+        Ok(variants)
     }
 
     /// Takes a step and writes its tables to the device, in the order of the queue: once for all layers, and before the

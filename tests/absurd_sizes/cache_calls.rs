@@ -3,7 +3,7 @@
 use kvpack::backend::TensorRows;
 use kvpack::cache::{
     Appended, ChunkStores, DenseLayer, KvCache, MeasuredQueries, ModelCache, ModelRecipe, PromptSpan, Recipe, StoreId,
-    StoreRoom, TokenRun,
+    StoreRoom, TokenRun, write_checksum,
 };
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, QueryRun, RowLayout, Split, TokenRange, Visible};
@@ -190,6 +190,24 @@ fn one_layer() -> Vec<Call> {
             done(block_on(cache.swap_in(a, &swapped)));
             done(cache.plan(&[QueryRun::causal(0, a)]).is_ok());
         });
+        "cache::KvCache::swapped_from_bytes" => {
+            let mut of = cache();
+            let swapped = block_on(of.swap_out(0)).unwrap();
+            let bytes = block_on(of.swapped_to_bytes(&swapped)).unwrap();
+            forged(&bytes, |bytes| done(block_on(of.swapped_from_bytes(bytes)).is_ok()));
+        };
+    }
+}
+
+/// A size in place of every number before the contents of the layers.
+fn forged(bytes: &[u8], call: impl Fn(&[u8])) {
+    for at in 20..bytes.len().min(250) - 8 {
+        sizes(|a| {
+            let mut forged = bytes.to_vec();
+            forged[at..at + 8].copy_from_slice(&(a as u64).to_le_bytes());
+            write_checksum(&mut forged);
+            call(&forged);
+        });
     }
 }
 
@@ -232,6 +250,13 @@ fn models() -> Vec<Call> {
             let swapped = block_on(cache.swap_out(0)).unwrap();
             done(block_on(cache.swap_in(a, &swapped)));
         });
+        "cache::ModelCache::swapped_from_bytes" => {
+            let mut of = model();
+            let swapped = block_on(of.swap_out(0)).unwrap();
+            let bytes = block_on(of.swapped_to_bytes(&swapped)).unwrap();
+            forged(&bytes, |bytes| done(block_on(of.swapped_from_bytes(bytes)).is_ok()));
+        };
+        "cache::write_checksum" => sizes(|a| write_checksum(&mut vec![0; a.min(64)]));
         "cache::ObservedPrompt::observe" => sizes(|layer| {
             let mut prompt = observed(&model());
             let dense = DenseLayer { rows: layout(), keys: rows(), values: rows() };
@@ -294,6 +319,7 @@ fn steps() -> Vec<Call> {
             done(model().room_for_append(a, &[TokenRun::chunk(0, b), TokenRun::decode(1)]).is_ok());
             done(model().room_for_append(0, &[TokenRun::chunk(a, b)]).is_ok());
         });
+        "cache::TokenRun::prompt" => pairs(|a, b| done(model().begin_append(&[TokenRun::prompt(a, b)])));
         "cache::TokenRun::chunk" => pairs(|a, b| done(model().begin_append(&[TokenRun::chunk(a, b)])));
     }
 }

@@ -16,3 +16,4 @@ pub mod rounding;
 pub mod select_cases;
 pub mod serving;
 pub mod step_writes;
+pub mod swapped_bytes;

@@ -2,7 +2,9 @@
 //! given: no call leaves the budget, one that fails has changed nothing, and everything is free at the end.
 
 use kvpack::backend::Backend;
-use kvpack::cache::{Appended, Budget, Growth, ModelCache, ModelRecipe, StoreRoom, SwappedSequence, TokenRun};
+use kvpack::cache::{
+    Appended, Budget, Growth, ModelCache, ModelRecipe, PrefixCache, StoreRoom, SwappedSequence, TokenRun,
+};
 use kvpack::cpu::nmse;
 use kvpack::{AttentionShape, Error, Result, SegmentFormat};
 use pollster::block_on;
@@ -11,6 +13,8 @@ use super::random_rows::Random;
 
 pub const LAYERS: usize = 2;
 pub const SEQUENCES: usize = 5;
+/// Sequences beside these that hold prefixes.
+pub const PREFIXES: usize = 2;
 /// Rows of the largest step.
 pub const ROWS: usize = 48;
 const KV_ROW: usize = 2 * 64;
@@ -30,12 +34,15 @@ pub trait Runner<B: Backend> {
 struct Held {
     layers: [[Vec<f32>; 2]; LAYERS],
     tokens: usize,
+    /// A number for every token, which no other has.
+    numbers: Vec<u32>,
 }
 
 impl Held {
     fn truncate(&mut self, tokens: usize) {
         self.layers.iter_mut().flatten().for_each(|rows| rows.truncate(tokens * KV_ROW));
         self.tokens = tokens;
+        self.numbers.truncate(tokens);
     }
 }
 
@@ -45,6 +52,11 @@ pub struct Server<B: Backend + Clone, R> {
     runner: R,
     held: Vec<Held>,
     swapped: Vec<(SwappedSequence<B::Indices>, Held)>,
+    prefixes: PrefixCache,
+    /// Sequences of which prefixes were kept.
+    kept: Vec<Held>,
+    /// Tokens that were appended so far.
+    numbered: u32,
     random: Random,
     /// Largest mean square error of a step.
     limit: f64,
@@ -54,6 +66,8 @@ pub struct Server<B: Backend + Clone, R> {
     /// Calls that were refused for room.
     pub refused: usize,
     pub steps: usize,
+    /// Sequences that began with a prefix.
+    pub found: usize,
 }
 
 /// Pages that a budget has: far fewer than the sequences would fill.
@@ -76,15 +90,16 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
             Appended::Tiles { .. } => 4,
         };
         let pages_of = |store: usize| if store == 0 { in_f16 } else { PAGES };
+        let spans = SEQUENCES + PREFIXES;
         let room: Vec<StoreRoom> =
-            (0..formats.len()).map(|store| StoreRoom { pages: pages_of(store), spans: SEQUENCES }).collect();
+            (0..formats.len()).map(|store| StoreRoom { pages: pages_of(store), spans }).collect();
         // Centres and range slots are beside the pages.
         let slots = |format: &SegmentFormat| {
-            SEQUENCES * (format.range_slot_bytes(&shape()) + SegmentFormat::centre_bytes(&shape()))
+            (SEQUENCES + PREFIXES) * (format.range_slot_bytes(&shape()) + SegmentFormat::centre_bytes(&shape()))
         };
         let pages: u64 = formats.iter().enumerate().map(|(i, &format)| pages_of(i) as u64 * page(format)).sum();
         let most = pages + formats.iter().map(|format| (LAYERS * slots(format)) as u64).sum::<u64>();
-        let mut cache = ModelCache::new(backend, &vec![(shape(), recipe); LAYERS], SEQUENCES)
+        let mut cache = ModelCache::new(backend, &vec![(shape(), recipe); LAYERS], SEQUENCES + PREFIXES)
             .unwrap()
             .with_budget(Budget::of_bytes(most).growing(growth));
         if growth == Growth::None {
@@ -92,7 +107,24 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
         }
         let runner = make(&cache);
         let (held, swapped, random) = (vec![Held::default(); SEQUENCES], Vec::new(), Random::new(seed));
-        Self { cache, runner, held, swapped, random, limit, most, growth, refused: 0, steps: 0 }
+        let (prefixes, kept) = (PrefixCache::new(SEQUENCES..SEQUENCES + PREFIXES), Vec::new());
+        let (numbered, refused, steps, found) = (0, 0, 0, 0);
+        Self {
+            cache,
+            runner,
+            held,
+            swapped,
+            prefixes,
+            kept,
+            numbered,
+            random,
+            limit,
+            most,
+            growth,
+            refused,
+            steps,
+            found,
+        }
     }
 
     /// So many operations, then an end: everything is free.
@@ -106,6 +138,7 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
             }
         }
         (0..SEQUENCES).for_each(|sequence| self.cache.clear(sequence).unwrap());
+        self.prefixes.clear(&mut self.cache).unwrap();
         assert_eq!(self.cache.memory().in_use_bytes(), 0, "pages, slots or centres are lost");
         self.cache.trim().unwrap();
         assert_eq!(self.cache.memory().stores().iter().map(|store| store.pages).sum::<usize>(), 0);
@@ -113,7 +146,7 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
 
     fn operate(&mut self) {
         let (sequence, other) = (self.random.below(SEQUENCES), self.random.below(SEQUENCES));
-        match self.random.below(16) {
+        match self.random.below(22) {
             0..=8 => self.step(),
             9 => {
                 let length = self.random.below(self.held[sequence].tokens + 1);
@@ -135,6 +168,11 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
                 self.cache.trim().unwrap();
             }
             15 => self.abandon(),
+            16 | 17 => self.keep_prefix(),
+            18..=20 => self.enter(),
+            21 => {
+                self.prefixes.let_go(&mut self.cache).unwrap();
+            }
             _ => {}
         }
     }
@@ -168,6 +206,38 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
             }
         }
         assert!(fits);
+    }
+
+    /// Keeps a prefix of the longest sequence, which takes no page.
+    fn keep_prefix(&mut self) {
+        let longest = self.held.iter().enumerate().max_by_key(|(_, held)| held.tokens);
+        let Some((sequence, held)) = longest else { return };
+        let before = self.cache.memory().in_use_bytes();
+        let kept = self.prefixes.keep(&mut self.cache, &held.numbers, sequence).unwrap();
+        assert_eq!(kept, held.tokens / 128 * 128);
+        assert!(self.cache.memory().in_use_bytes() <= before);
+        if kept > 0 {
+            self.kept.push(held.clone());
+            self.kept.drain(..self.kept.len().saturating_sub(8));
+        }
+    }
+
+    /// A request that begins like one before finds what is still kept of it.
+    fn enter(&mut self) {
+        let Some(empty) = self.held.iter().position(|held| held.tokens == 0) else { return };
+        if self.kept.is_empty() {
+            return;
+        }
+        let mut held = self.kept[self.random.below(self.kept.len())].clone();
+        if self.random.below(3) == 0 {
+            held.truncate(self.random.below(held.tokens + 1));
+        }
+        let asked = [held.numbers.clone(), vec![u32::MAX]].concat();
+        let found = self.prefixes.enter(&mut self.cache, &asked, empty).unwrap();
+        assert!(found.is_multiple_of(128) && found <= held.tokens);
+        held.truncate(found);
+        self.held[empty] = held;
+        self.found += usize::from(found > 0);
     }
 
     /// Runs of a step over some of the sequences, one token or several each.
@@ -252,7 +322,12 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
                 }
             }
         }
-        runs.iter().for_each(|run| self.held[run.sequence()].tokens += run.tokens());
+        for run in &runs {
+            let held = &mut self.held[run.sequence()];
+            held.tokens += run.tokens();
+            held.numbers.extend((0..run.tokens() as u32).map(|token| self.numbered + token));
+            self.numbered += run.tokens() as u32;
+        }
         self.steps += 1;
     }
 

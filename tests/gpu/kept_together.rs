@@ -8,6 +8,7 @@ use pollster::block_on;
 use crate::any_backend::compressed::Prompt;
 use crate::any_backend::kept_together::{self, TOKENS, dense, selection};
 use crate::any_backend::model_steps::{LAYERS, ROWS, SEQUENCES, recipe, shape};
+use crate::any_backend::swapped_bytes;
 use crate::gpu_device;
 use crate::model_step::{Engine, made};
 
@@ -19,6 +20,11 @@ fn layers_that_keep_as_many_tokens_stay_together() {
 #[test]
 fn layers_join_when_nothing_holds_them_apart() {
     kept_together::check_joining(&gpu_device::shared());
+}
+
+#[test]
+fn sequences_come_back_from_bytes() {
+    swapped_bytes::check(&gpu_device::shared());
 }
 
 /// Every layer attends to its own tokens, and what was bound before serves on.

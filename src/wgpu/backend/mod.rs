@@ -237,6 +237,10 @@ impl Storage for Wgpu {
         store.write_span(self.device(), &self.queue, bytes, place)
     }
 
+    fn span_layout(&self) -> &'static str {
+        "wgpu"
+    }
+
     fn store_bytes(&self, store: &Store) -> u64 {
         store.bytes()
     }

@@ -30,7 +30,7 @@ impl TimedModel for Wgpu {
         let tensors = LayerTensors { keys, values, queries, output };
         let layers = cache.layers();
         let steps = ModelStep::new(self, rows, vec![tensors.clone(); layers])?;
-        steps.prepare(cache.step_kind(0)?).await?;
+        steps.prepare(cache).await?;
         Ok(Engine { backend: self.clone(), tensors, steps, layers })
     }
 }
