@@ -128,9 +128,13 @@ impl Sizes {
     }
 }
 
-/// A figure for a table: with `digits` behind the point, half of the distance between its quartiles, and its samples.
+/// A figure for a table: with `digits` behind the point, half of the distance between its quartiles, and its samples. One
+/// sample says nothing of a distance.
 pub fn figure(us: f64, spread: Spread, digits: usize) -> String {
-    format!("{us:.digits$} ± {:.1} % ({})", spread.percent_of(us), spread.samples)
+    match spread.samples {
+        1 => format!("{us:.digits$} (1)"),
+        samples => format!("{us:.digits$} ± {:.1} % ({samples})", spread.percent_of(us)),
+    }
 }
 
 /// The same of a figure that a row may lack.
