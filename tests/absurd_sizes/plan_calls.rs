@@ -173,6 +173,11 @@ fn plans() -> Vec<Call> {
             pages.add_shard(3).unwrap();
             done(pages.allocate(a));
         });
+        "plan::PageAllocator::allocate_last" => sizes(|a| {
+            let mut pages = PageAllocator::default();
+            pages.add_shard(3).unwrap();
+            done(pages.allocate_last(a));
+        });
         "plan::PageAllocator::holders" => words(|shard| words(|index| {
             let mut pages = PageAllocator::default();
             pages.add_shard(3).unwrap();
