@@ -11,7 +11,9 @@
 //! | groups (u32) | layers that share spans; for each: |
 //! | kind (text), layers (u32), their numbers (u32) | shape and stores of the layers |
 //! | length (u64), released (u64), centre (u8), spans (u32) | the sequence; for each span: |
-//! | store (u8), window (u8), tokens (u64), tag (u8) | tag 0: start (u64). Tag 1: base (u64), bound (u32), tensors (u32), and these, `[kv_heads, tokens]` of u32 |
+//! | store (u8), window (u8), tokens (u64), tag (u8) | where its tokens are from |
+//! | tag 0: start (u64) | consecutive positions |
+//! | tag 1: base (u64), bound (u32), tensors (u32) | and these tensors, `[kv_heads, tokens]` of u32 |
 //! | for each layer | the bytes of each span, and of each store's centre, each after its length (u64) |
 
 use super::Recipe;
@@ -36,8 +38,8 @@ const HEADER: usize = MAGIC.len() + 4 + 8;
 
 impl<B: Backend> ModelCache<B> {
     /// The bytes of a sequence that was swapped out of this cache, or of one of the same layers:
-    /// [`ModelCache::swapped_from_bytes`] makes a sequence of them again, in this process or another, on a backend whose
-    /// pages have the same layout. They have a version and a checksum. Where positions of kept tokens lie on the
+    /// [`ModelCache::swapped_from_bytes`] makes a sequence of them again, in this process or another, on a backend
+    /// whose pages have the same layout. They have a version and a checksum. Where positions of kept tokens lie on the
     /// device, it waits for them.
     ///
     /// ```

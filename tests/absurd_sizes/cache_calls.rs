@@ -2,8 +2,8 @@
 
 use kvpack::backend::TensorRows;
 use kvpack::cache::{
-    Appended, ChunkStores, DenseLayer, KvCache, MeasuredQueries, ModelCache, ModelRecipe, PromptSpan, Recipe, StoreId,
-    StoreRoom, TokenRun, write_checksum,
+    Appended, ChunkStores, DenseLayer, KvCache, MeasuredQueries, ModelCache, ModelRecipe, PrefixCache, PromptSpan,
+    Recipe, StoreId, StoreRoom, TokenRun, write_checksum,
 };
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, QueryRun, RowLayout, Split, TokenRange, Visible};
@@ -189,26 +189,34 @@ fn one_layer() -> Vec<Call> {
             let swapped = block_on(cache.swap_out(0)).unwrap();
             done(block_on(cache.swap_in(a, &swapped)));
             done(cache.plan(&[QueryRun::causal(0, a)]).is_ok());
+            forged(a, &block_on(cache.swapped_to_bytes(&swapped)).unwrap(), |bytes| {
+                done(block_on(cache.swapped_from_bytes(bytes)).is_ok());
+            });
         });
-        "cache::KvCache::swapped_from_bytes" => {
-            let mut of = cache();
-            let swapped = block_on(of.swap_out(0)).unwrap();
-            let bytes = block_on(of.swapped_to_bytes(&swapped)).unwrap();
-            forged(&bytes, |bytes| done(block_on(of.swapped_from_bytes(bytes)).is_ok()));
-        };
     }
 }
 
 /// A size in place of every number before the contents of the layers.
-fn forged(bytes: &[u8], call: impl Fn(&[u8])) {
+fn forged(size: usize, bytes: &[u8], call: impl Fn(&[u8])) {
     for at in 20..bytes.len().min(250) - 8 {
-        sizes(|a| {
-            let mut forged = bytes.to_vec();
-            forged[at..at + 8].copy_from_slice(&(a as u64).to_le_bytes());
-            write_checksum(&mut forged);
-            call(&forged);
-        });
+        let mut forged = bytes.to_vec();
+        forged[at..at + 8].copy_from_slice(&(size as u64).to_le_bytes());
+        write_checksum(&mut forged);
+        call(&forged);
     }
+}
+
+/// A model's cache with 203 tokens of the first sequence.
+fn long() -> ModelCache<Cpu> {
+    let (mut cache, runs) = (model(), [TokenRun::chunk(0, 200)]);
+    block_on(cache.reserve_for_append(&runs)).unwrap();
+    cache.begin_append(&runs).unwrap();
+    let rows = CpuTensor::F32(vec![0.5; 200 * 2 * 64]);
+    for layer in 0..2 {
+        block_on(cache.store(layer, RowLayout::token_major(200, &shape()), &rows, &rows)).unwrap();
+    }
+    cache.commit().unwrap();
+    cache
 }
 
 fn models() -> Vec<Call> {
@@ -249,14 +257,17 @@ fn models() -> Vec<Call> {
             let mut cache = model();
             let swapped = block_on(cache.swap_out(0)).unwrap();
             done(block_on(cache.swap_in(a, &swapped)));
+            forged(a, &block_on(cache.swapped_to_bytes(&swapped)).unwrap(), |bytes| {
+                done(block_on(cache.swapped_from_bytes(bytes)).is_ok());
+            });
         });
-        "cache::ModelCache::swapped_from_bytes" => {
-            let mut of = model();
-            let swapped = block_on(of.swap_out(0)).unwrap();
-            let bytes = block_on(of.swapped_to_bytes(&swapped)).unwrap();
-            forged(&bytes, |bytes| done(block_on(of.swapped_from_bytes(bytes)).is_ok()));
-        };
-        "cache::write_checksum" => sizes(|a| write_checksum(&mut vec![0; a.min(64)]));
+        "cache::PrefixCache::new" => pairs(|a, b| done(PrefixCache::new(a..b).keep(&mut long(), &[1; 200], 0)));
+        "cache::PrefixCache::keep" => sizes(|a| done(PrefixCache::new(1..2).keep(&mut long(), &[1; 200], a)));
+        "cache::PrefixCache::enter" => sizes(|a| {
+            let (mut of, mut prefixes) = (long(), PrefixCache::new(1..2));
+            done(prefixes.keep(&mut of, &[1; 200], 0));
+            done(prefixes.enter(&mut of, &[1; 200], a));
+        });
         "cache::ObservedPrompt::observe" => sizes(|layer| {
             let mut prompt = observed(&model());
             let dense = DenseLayer { rows: layout(), keys: rows(), values: rows() };

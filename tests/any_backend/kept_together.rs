@@ -85,7 +85,8 @@ pub fn check<B: Backend + Clone>(backend: &B) {
 }
 
 /// Layers that hold different numbers of tokens of one sequence part, and join again when it is gone, although another
-/// sequence grew meanwhile; where the other lies in shards that layers got apart, when that is gone too. It comes back to them, and enters a cache that knows nothing of it.
+/// sequence grew meanwhile; where the other lies in shards that layers got apart, when that is gone too. It comes back to
+/// them, and enters a cache that knows nothing of it.
 pub fn check_joining<B: Backend + Clone>(backend: &B) {
     let (prompt, grown) = (Prompt::new(shape(), LAYERS, TOKENS, 11), Prompt::new(shape(), LAYERS, 150, 3));
     for recipe in ["f16", "saw-int4+sink=128", "calibquant:2+window=0", "saw-int4+centre"].map(recipe) {
