@@ -28,7 +28,7 @@ const PREFIXES: usize = 3;
 /// Tokens that all prompts but documents begin with.
 const SYSTEM_TOKENS: usize = 150;
 /// Pages of 128 tokens in every layer.
-const PAGES: usize = 9;
+const PAGES: usize = 7;
 /// Rows of a step, and the most that one prompt takes of them.
 const ROWS: usize = 64;
 const CHUNK: usize = 32;
