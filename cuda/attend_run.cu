@@ -14,7 +14,8 @@
 // read halves and queries from shared memory asynchronously (common/warpgroup.cuh). If a block has 128 rows and enough
 // room, TOKEN_PARTS = 2 warpgroups have the same rows, and each takes half the tokens of a tile. Their sums are merged
 // at the end. Otherwise each warp multiplies separately (m16n8k16). It reads every tile, and f16 tiles without
-// unpacking.
+// unpacking. If a block has few rows, such as those of drafts, TOKEN_PARTS = 2 or 4 warps have the same ones, and share
+// the tokens of a tile.
 //
 // Causal rows see the first `seen` tokens of the item, and each query sees one more than the previous one. With
 // a window (MASKED) each query also begins one token later than the previous one. A separate
@@ -374,6 +375,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
     }
     prepare_rows(room + QUERIES_AT, row_constants, call, item, kv_head, warp * PREPARED_ROWS, lane);
     if (WARPGROUPS) shared_visible();
+    // Below, a warp reads the queries of rows that others prepared.
+    if (!WARPGROUPS && TOKEN_PARTS > 1) __syncthreads();
     // The warp's rows. Other warps have the same rows, for another part of the tokens of a unit.
     const int first_row = warp * WARP_ROWS % ROWS;
     const int part = warp * WARP_ROWS / ROWS;

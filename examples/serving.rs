@@ -1,4 +1,4 @@
-//! A server in small, on wgpu: requests arrive, find their beginning in a prefix cache, decode beside chunks of other
+//! A server in small, on wgpu: requests arrive, find their beginning in a prefix cache, decode beside parts of other
 //! prompts, wait on the host where pages run out, and come back.
 //!
 //!     cargo run --release --example serving
@@ -111,7 +111,9 @@ impl Server {
         // The budget: what is reserved here, and never more.
         let budget = Budget::unlimited().growing(Growth::None);
         let mut cache = ModelCache::new(&backend, &layers, SLOTS + PREFIXES)?.with_budget(budget);
-        cache.reserve(&[StoreRoom::default(), StoreRoom { pages: PAGES, spans: SLOTS }]).await?;
+        // Parts of prompts lie in f16 until their step is committed: a page each.
+        let parts = StoreRoom { pages: SLOTS, spans: SLOTS };
+        cache.reserve(&[parts, StoreRoom { pages: PAGES, spans: SLOTS }]).await?;
         let tensors = |_| LayerTensors::zeroed(backend.device(), &shape, ROWS, ElementType::F32);
         let tensors = (0..LAYERS).map(tensors).collect::<Result<_, _>>()?;
         Ok(Self {
@@ -191,7 +193,7 @@ impl Server {
         Ok(())
     }
 
-    /// The next tokens of everyone: a chunk of a prompt, or a token. As many as the tensors have rows for; the others
+    /// The next tokens of everyone: a part of a prompt, or a token. As many as the tensors have rows for; the others
     /// have their turn once these decode.
     fn runs(&self) -> Result<Vec<Run>, KvError> {
         let (mut runs, mut rows) = (Vec::new(), 0);
@@ -199,7 +201,7 @@ impl Server {
             let start = self.cache.length(*slot)?;
             let run = match request.prompt.saturating_sub(start) {
                 0 => TokenRun::decode(*slot),
-                left => TokenRun::chunk(*slot, left.min(CHUNK)),
+                left => TokenRun::prompt(*slot, left.min(CHUNK)),
             };
             rows += run.tokens();
             if rows <= ROWS {

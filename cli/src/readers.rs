@@ -39,7 +39,7 @@ pub fn model(bytes: &[u8]) -> Result<()> {
     let model = Model::read(Cursor::new(bytes))?;
     let tokens = model.tokenizer.encode("the pass key")?;
     ensure!(!tokens.is_empty(), "no tokens");
-    let mut attention = ExactAttention::new(model.config.attention, model.config.layers);
+    let mut attention = ExactAttention::new(&model.config);
     let stream = model.forward(&tokens, 0, &mut attention)?;
     model.logits(&stream)?;
     model.tokenizer.decode(&tokens).map(drop)

@@ -6,10 +6,14 @@ constexpr u32 ELEMENTS_F32 = 0;
 constexpr u32 ELEMENTS_F16 = 1;
 constexpr u32 ELEMENTS_BF16 = 2;
 
-__device__ __forceinline__ float load_element(const void* elements, u32 type, u64 index) {
-    if (type == ELEMENTS_F32) return ((const float*)elements)[index];
-    const u32 bits = ((const u16*)elements)[index];
+// The element of these bits.
+__device__ __forceinline__ float element_value(u32 type, u32 bits) {
+    if (type == ELEMENTS_F32) return __uint_as_float(bits);
     return type == ELEMENTS_F16 ? half_value(bits) : bfloat_value(bits);
+}
+
+__device__ __forceinline__ float load_element(const void* elements, u32 type, u64 index) {
+    return element_value(type, type == ELEMENTS_F32 ? ((const u32*)elements)[index] : ((const u16*)elements)[index]);
 }
 
 // Rounds to the nearest, ties to even.

@@ -24,7 +24,7 @@ static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie w
 
 // Rows that a warp prepares, and rows that it prepares at once, so that their loads and sums overlap.
 constexpr int PREPARED_ROWS = ROWS / WARPS;
-constexpr int ROWS_AT_ONCE = 8;
+constexpr int ROWS_AT_ONCE = PREPARED_ROWS < 8 ? PREPARED_ROWS : 8;
 
 // Turns the products of a row into scores: score = products · delta + base.
 struct RowConstants {
@@ -68,6 +68,23 @@ __device__ __forceinline__ float put_query(u8* queries, int row, const float (&c
     return __uint_as_float(exponent << 23);
 }
 
+// The bits of the elements of ROWS_AT_ONCE rows, starting at `first`. The type decides once for all of them, so that
+// their loads are in flight together and not one after the other.
+template <typename Bits>
+__device__ __forceinline__ void load_rows(u32 (&rows)[ROWS_AT_ONCE][LANE_CHANNELS], const AttendCall& call, const Item& item,
+                                          u32 kv_head, int first, int lane) {
+    const u32 last = item.queries * call.group - 1u;
+#pragma unroll
+    for (int r = 0; r < ROWS_AT_ONCE; r++) {
+        const BlockRow of = block_row(call, kv_head, min((u32)(first + r), last));
+        const u64 at = (item.row + of.query) * call.query_stride + (u64)of.head * TENSOR_CHANNELS + lane;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+            rows[r][i] = lane + 32 * i < TENSOR_CHANNELS ? ((const Bits*)call.queries)[at + 32 * i] : 0u;
+        }
+    }
+}
+
 // Prepares PREPARED_ROWS rows of the block, starting at `first_row`.
 __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constants, const AttendCall& call, const Item& item,
                                              u32 kv_head, int first_row, int lane) {
@@ -77,23 +94,19 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) ranges[i] = from[32 * i];
     }
-    const u32 last = item.queries * call.group - 1u;
 #pragma unroll 1
     for (int first = first_row; first < first_row + PREPARED_ROWS; first += ROWS_AT_ONCE) {
-        float rows[ROWS_AT_ONCE][LANE_CHANNELS];
-#pragma unroll
-        for (int r = 0; r < ROWS_AT_ONCE; r++) {
-            const BlockRow of = block_row(call, kv_head, min((u32)(first + r), last));
-            const u64 at = (item.row + of.query) * call.query_stride + (u64)of.head * TENSOR_CHANNELS + lane;
-#pragma unroll
-            for (int i = 0; i < LANE_CHANNELS; i++) {
-                const bool there = lane + 32 * i < TENSOR_CHANNELS;
-                rows[r][i] = there ? load_element(call.queries, call.query_type, at + 32 * i) : 0.0f;
-            }
+        u32 rows[ROWS_AT_ONCE][LANE_CHANNELS];
+        if (call.query_type == ELEMENTS_F32) {
+            load_rows<u32>(rows, call, item, kv_head, first, lane);
+        } else {
+            load_rows<u16>(rows, call, item, kv_head, first, lane);
         }
 #pragma unroll
         for (int r = 0; r < ROWS_AT_ONCE; r++) {
-            float(&row)[LANE_CHANNELS] = rows[r];
+            float row[LANE_CHANNELS];
+#pragma unroll
+            for (int i = 0; i < LANE_CHANNELS; i++) row[i] = element_value(call.query_type, rows[r][i]);
             rotate<false>(row, lane);
             float base = 0.0f;
             if (KEY_SPAN_RANGES) {

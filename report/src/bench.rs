@@ -1,5 +1,7 @@
 //! What a benchmark measured, in the JSON that `kvpack bench --json` and the page in the browser write.
 
+use std::time::Duration;
+
 use kvpack::AttentionShape;
 use kvpack::conformance::{BatchFormat, DecodeShape};
 use serde::{Deserialize, Serialize};
@@ -139,11 +141,52 @@ pub struct StepTimes {
 
 impl StepTimes {
     /// The times of some samples, in seconds, of which there is at least one.
-    pub fn new(timer: &'static str, launches: Vec<String>, mut samples: Vec<f64>) -> Self {
+    pub fn new(timer: &'static str, launches: Vec<String>, samples: Vec<f64>) -> Self {
+        let Median { seconds, spread } = Median::of(samples);
+        Self { timer, launches, seconds, spread }
+    }
+
+    /// Without what was timed.
+    pub const fn median(&self) -> Median {
+        Median { seconds: self.seconds, spread: self.spread }
+    }
+}
+
+/// The median of some samples, and how far they lie apart.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Median {
+    /// Seconds.
+    pub seconds: f64,
+    /// The samples.
+    pub spread: Spread,
+}
+
+impl Median {
+    /// Of samples in seconds, of which there is at least one.
+    pub fn of(mut samples: Vec<f64>) -> Self {
         samples.sort_by(f64::total_cmp);
         let at = |share: f64| samples.get((samples.len() as f64 * share) as usize).copied().unwrap_or(f64::NAN);
         let spread = Spread { samples: samples.len(), low_us: at(0.25) * 1e6, high_us: at(0.75) * 1e6 };
-        Self { timer, launches, seconds: at(0.5), spread }
+        Self { seconds: at(0.5), spread }
+    }
+
+    /// Of durations, of which there is at least one.
+    pub fn of_durations(durations: &[Duration]) -> Self {
+        Self::of(durations.iter().map(Duration::as_secs_f64).collect())
+    }
+
+    /// In microseconds.
+    pub fn us(&self) -> f64 {
+        self.seconds * 1e6
+    }
+
+    /// Of each of `parts` equal parts of what was timed, and `more` seconds of something else.
+    #[must_use]
+    pub fn part(&self, parts: usize, more: f64) -> Self {
+        let of = |time: f64, more: f64| time / parts as f64 + more;
+        let Spread { samples, low_us, high_us } = self.spread;
+        let spread = Spread { samples, low_us: of(low_us, more * 1e6), high_us: of(high_us, more * 1e6) };
+        Self { seconds: of(self.seconds, more), spread }
     }
 }
 

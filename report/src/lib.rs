@@ -18,7 +18,7 @@ mod suite;
 pub mod tables;
 
 pub use bench::{
-    BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, RowOutcome, ShapeReport, Spread, StepTimes, parts_of,
+    BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, Median, RowOutcome, ShapeReport, Spread, StepTimes, parts_of,
     recipe_of,
 };
 pub use conformance::{CheckOutcome, CheckRow, ConformanceReport};

@@ -69,7 +69,11 @@ fn cell(value: &Value) -> String {
             _ => number.to_string(),
         },
         Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(", "),
-        Value::Bool(_) | Value::Object(_) => value.to_string(),
+        Value::Object(of) => match ["low_us", "high_us", "samples"].map(|name| of.get(name)) {
+            [Some(low), Some(high), Some(samples)] => format!("{} to {} ({})", cell(low), cell(high), cell(samples)),
+            _ => value.to_string(),
+        },
+        Value::Bool(_) => value.to_string(),
     }
 }
 
@@ -93,7 +97,8 @@ mod tests {
         for suite in ["append", "causal", "chunks", "evict", "prefill", "step"] {
             let text = format!(
                 r#"{{"kind": "{suite}", "backend": "Card", "run": null, "kv_heads": 8, "rows": [
-                {{"append_us": 1.25, "format": "f16", "pack_us": null}}, {{"append_us": 1250.5, "format": "4-bit"}}]}}"#
+                {{"append_us": 1.25, "format": "f16", "pack_us": null}},
+                {{"append_us": 1250.5, "format": "4-bit", "pack_us": {{"samples": 5, "low_us": 1.5, "high_us": 2.0}}}}]}}"#
             );
             let [measured] = &read(&text).unwrap()[..] else { panic!("one report") };
             let (Measured::Append(report)
@@ -108,7 +113,7 @@ mod tests {
             assert_eq!(report.sizes(), "kv_heads 8");
             let [table] = &report.tables()[..] else { panic!("one table") };
             assert_eq!(table.columns, ["format", "append_us", "pack_us"]);
-            assert_eq!(table.rows, [["f16", "1.25", "–"], ["4-bit", "1250", "–"]]);
+            assert_eq!(table.rows, [["f16", "1.25", "–"], ["4-bit", "1250", "1.50 to 2.00 (5)"]]);
         }
     }
 }

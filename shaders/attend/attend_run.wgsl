@@ -6,7 +6,7 @@
 // them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
 // items.
 //
-// A subgroup of 32 owns two blocks of 16 rows. Their queries (the left operands of scores) and their sums stay in its
+// A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left operands of scores) and their sums stay in its
 // registers for the whole item. All subgroups share the tokens, which stream through in steps of 16 and are unpacked to
 // halves in workgroup memory once. A step is the eight tokens of two vectors of values: those at 4 step, and 32, 64 and
 // 96 further. There are two barriers per step:
@@ -29,9 +29,10 @@
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: Half4, Eight, SUBGROUPS, EIGHTS, TOKEN_VECTORS, pages, load_keys, load_values, store_keys, store_values
+// gives: Half4, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, STEPS, EIGHTS, TOKEN_VECTORS, SCORE_ROW, ROW_SCORES,
+//   scores, factors, pages, load_keys, load_values, store_keys, store_values
 // binds: 2 run_queries, 8 run_constants
-// set by plans: SUBGROUPS
+// set by plans: SUBGROUPS, ROW_BLOCKS
 
 // import attend/numbering/subgroup.wgsl
 // import attend/work_item.wgsl
@@ -52,9 +53,10 @@ struct Eight {
 @group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
 
 const SUBGROUPS: u32 = 8u;
-// Blocks of 16 rows in a subgroup, and its rows. Each of its lanes computes the weights of one row.
+// Blocks of 16 rows in a subgroup, and its rows. Each of its first OWN_ROWS lanes computes the weights of one row; others
+// compute the same, and write nothing.
 const ROW_BLOCKS: u32 = 2u;
-const OWN_ROWS: u32 = 32u;
+const OWN_ROWS: u32 = ROW_BLOCKS * 16u;
 const ROWS: u32 = SUBGROUPS * OWN_ROWS;
 // Unused rows behind the prepared ones.
 const RUN_ROWS: u32 = 256u;
@@ -207,7 +209,7 @@ fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, 
 
 // Computes the weights of the step for the lane's row. Every row sees the first `least` tokens.
 fn weigh(step: u32, least: u32, team: u32, lane: u32) {
-    let row = team * OWN_ROWS + lane;
+    let row = team * OWN_ROWS + lane % OWN_ROWS;
     let first_token = step / TILE_STEPS * TILE_TOKENS + step % TILE_STEPS * 4u;
     var s: array<vec4<f32>, ROW_SCORES>;
     // unroll
@@ -239,12 +241,16 @@ fn weigh(step: u32, least: u32, team: u32, lane: u32) {
     // unroll
     for (var i = 0u; i < ROW_SCORES; i++) {
         let p = Half4(exp2(s[i] * unit - vec4<f32>(new_reference)));
-        row_weights[row * WEIGHT_ROW + i] = p;
+        if (lane < OWN_ROWS) {
+            row_weights[row * WEIGHT_ROW + i] = p;
+        }
         let rounded = vec4<f32>(p);
         sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
     }
     weight_sum = weight_sum * factor + sum;
-    factors[row] = factor;
+    if (lane < OWN_ROWS) {
+        factors[row] = factor;
+    }
     if (lane == 0u) {
         moved[team / 4u][team % 4u] = select(0u, 1u, moves);
     }
@@ -264,10 +270,12 @@ fn move_sums(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, la
             coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
         }
         workgroupBarrier();
-        // unroll
-        for (var i = 0u; i < ROW_SCORES; i++) {
-            let row = team * OWN_ROWS + lane;
-            scores[row * SCORE_ROW + i] *= factors[row];
+        if (lane < OWN_ROWS) {
+            // unroll
+            for (var i = 0u; i < ROW_SCORES; i++) {
+                let row = team * OWN_ROWS + lane;
+                scores[row * SCORE_ROW + i] *= factors[row];
+            }
         }
         workgroupBarrier();
         // unroll
@@ -303,29 +311,7 @@ fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, 
     add_values(sums, team);
 }
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
-    // unroll
-    for (var step = 0u; step < STEPS; step++) {
-        // unroll
-        for (var block = 0u; block < ROW_BLOCKS; block++) {
-            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
-            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
-        }
-        workgroupBarrier();
-        // unroll
-        for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
-            let row = team * OWN_ROWS + i * 8u + lane / 4u;
-            if (head_exists(item, y, row)) {
-                // A row that sees no token of the item has no weights, and a state that weighs nothing.
-                let weights = select(1f, factors[row], factors[row] > 0f);
-                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
-                let field = step * 4u + lane % 4u;
-                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
-            }
-        }
-        workgroupBarrier();
-    }
-}
+// import run_outputs = attend/run_outputs/plain.wgsl
 
 @compute @workgroup_size(INVOCATIONS)
 fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
@@ -340,9 +326,9 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     let first = first_prepared(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
     load_rows(&rows, first, team);
-    let own_row = team * OWN_ROWS + lane;
+    let own_row = team * OWN_ROWS + lane % OWN_ROWS;
     let constants = run_constants[min(first + own_row, arrayLength(&run_constants) - 1u)];
-    unit = constants.x;
+    unit = constants.x * KEY_UNIT;
     // Each query sees one token more than the one before it, up to all of the item.
     let query = min(own_row / GROUP, item.later);
     row_tokens = item.tokens - min(item.later - query, item.tokens);
@@ -382,8 +368,10 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
         workgroupBarrier();
     }
     take_values(&sums, team, lane);
-    factors[own_row] = weight_sum;
-    write_state_lse(item, y, own_row, (reference + log2(weight_sum) + constants.y) * LN_2);
+    if (lane < OWN_ROWS) {
+        factors[own_row] = weight_sum;
+        write_state_lse(item, y, own_row, (reference + log2(weight_sum) + constants.y) * LN_2);
+    }
     workgroupBarrier();
     write_states(&sums, item, y, team, lane);
 }

@@ -3,9 +3,11 @@
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
 // gives: NO_LSE, Joined, join_states
+// set by plans: AT_ONCE
 
 // Below every log-sum-exp.
 const NO_LSE: f32 = -1e30f;
+
 // Number of states whose loads are in flight together.
 const AT_ONCE: u32 = 8u;
 

@@ -5,8 +5,9 @@
 // over the states, and a sink where the layer has them. A query that sees nothing has the output 0 and the
 // log-sum-exp −∞.
 //
-// Workgroup (x, y): row of queries x, query head y. An invocation owns four channels of every LISTS-th state; the lists
-// are joined in workgroup memory in a fixed order, so that two runs agree to the bit. Every state is read once, its
+// Workgroup (x, y): row of queries x, query heads y · MERGED_HEADS onwards. An invocation owns four channels of every
+// HEAD_LISTS-th state of one of them; the lists are joined in workgroup memory in a fixed order, so that two runs agree
+// to the bit. Every state is read once, its
 // log-sum-exp with its output: each wait for memory is a good part of what this kernel takes.
 //
 // In bounds: what the table of states holds is clamped to the states that are bound; surplus invocations own a list
@@ -14,7 +15,7 @@
 //
 // gives: states, QUERY_HEADS, FIELDS, STATE_ROW
 // binds: 0 state_rows, 7 states
-// set by plans: HEAD_DIM, QUERY_HEADS
+// set by plans: HEAD_DIM, QUERY_HEADS, MERGED_HEADS
 
 // The states of every row: the first, and one past the last.
 @group(0) @binding(0) var<storage, read> state_rows: array<vec2<u32>>;
@@ -25,6 +26,9 @@ const HEAD_DIM: u32 = 128u;
 const QUERY_HEADS: u32 = 32u;
 const FIELDS: u32 = HEAD_DIM / 4u;
 const LISTS: u32 = INVOCATIONS / FIELDS;
+// Query heads of a workgroup, and lists that share the states of each.
+const MERGED_HEADS: u32 = 1u;
+const HEAD_LISTS: u32 = LISTS / MERGED_HEADS;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // import output = attend/output/f32.wgsl
@@ -42,36 +46,37 @@ fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
     let end = state_rows[group.x].y;
     let list = invocation / FIELDS;
     let field = invocation % FIELDS;
+    let head = group.y * MERGED_HEADS + list / HEAD_LISTS;
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
     if (list < LISTS) {
-        joined = join_states(begin + list, end, LISTS, group.y, field);
+        joined = join_states(begin + list % HEAD_LISTS, end, HEAD_LISTS, head, field);
     }
     list_sums[invocation] = joined.sum;
     list_weights[invocation] = vec2<f32>(joined.weight_sum, joined.largest);
     workgroupBarrier();
-    if (invocation < FIELDS) {
+    if (list < LISTS && list % HEAD_LISTS == 0u) {
         var largest = joined.largest;
         // unroll
-        for (var other = 0u; other < LISTS - 1u; other++) {
-            largest = max(largest, list_weights[(other + 1u) * FIELDS + field].y);
+        for (var other = 0u; other < HEAD_LISTS - 1u; other++) {
+            largest = max(largest, list_weights[invocation + (other + 1u) * FIELDS].y);
         }
         let own = exp(joined.largest - largest);
         var sum = joined.sum * own;
         var weight_sum = joined.weight_sum * own;
         // unroll
-        for (var other = 0u; other < LISTS - 1u; other++) {
-            let weights = list_weights[(other + 1u) * FIELDS + field];
+        for (var other = 0u; other < HEAD_LISTS - 1u; other++) {
+            let weights = list_weights[invocation + (other + 1u) * FIELDS];
             let weight = exp(weights.y - largest);
-            sum += list_sums[(other + 1u) * FIELDS + field] * weight;
+            sum += list_sums[invocation + (other + 1u) * FIELDS] * weight;
             weight_sum += weights.x * weight;
         }
-        let all = add_sink(Joined(sum, weight_sum, largest), group.y);
+        let all = add_sink(Joined(sum, weight_sum, largest), head);
         let divisor = max(all.weight_sum, 1f);
-        write_output((group.x * QUERY_HEADS + group.y) * FIELDS + field, all.sum / divisor);
+        write_output((group.x * QUERY_HEADS + head) * FIELDS + field, all.sum / divisor);
         if (field == 0u) {
             // The bits of −∞, where the sum of weights is 0.
             let nothing = bitcast<f32>(0xff800000u | bitcast<u32>(all.weight_sum));
-            write_row_lse(group.x * QUERY_HEADS + group.y, select(all.largest + log(divisor), nothing, all.weight_sum == 0f));
+            write_row_lse(group.x * QUERY_HEADS + head, select(all.largest + log(divisor), nothing, all.weight_sum == 0f));
         }
     }
 }

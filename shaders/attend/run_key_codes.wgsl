@@ -3,6 +3,7 @@
 // needs: EIGHTS, KV_HEADS, TILE_TOKENS
 // gives: KEY_BITS, run_key_pages, load_key_codes
 // binds: 3 keys
+// set by plans: KEY_BITS, KEY_VECTOR
 
 // import attend/code_halves.wgsl
 

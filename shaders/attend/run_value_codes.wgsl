@@ -3,6 +3,7 @@
 // needs: HEAD_DIM, KV_HEADS, TOKEN_VECTORS
 // gives: VALUE_BITS, run_value_pages, load_value_codes
 // binds: 5 values
+// set by plans: VALUE_BITS
 
 // import attend/code_halves.wgsl
 

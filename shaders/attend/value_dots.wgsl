@@ -9,7 +9,7 @@
 //   ranged_output, sum_parts, write_lse
 // gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
 // binds: 5 values
-// set by plans: CHANNELS, CHANNEL_BLOCKS
+// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
 
 // import value_bytes = attend/value_bytes/top.wgsl
 

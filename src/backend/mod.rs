@@ -33,7 +33,7 @@ pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::Forward;
 pub use forwarding::Forwarding;
-pub use open_step::{LayerTensors, OpenStep, StepKind, StepKinds, StoredLayers};
+pub use open_step::{LayerTensors, OpenStep, StagedSpan, StepKind, StepKinds, StoredLayers};
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, WriteInput};
 pub use selection::{
     KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, TensorRows, TokenSelection,

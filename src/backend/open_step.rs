@@ -3,8 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::QueryPrecision;
-use crate::plan::{AttendPlan, StoreFormat, WriteLayout, WriteTable};
+use super::{QueryPrecision, SpanRead, SpanWrite};
+use crate::Result;
+use crate::format::AttentionShape;
+use crate::plan::{
+    AttendPlan, LayerAttention, Page, RowLayout, Rows, StoreFormat, TokenRange, WriteLayout, WriteTable,
+};
 
 /// An open step of layers that share their page tables: what it stores, and what its queries attend to. Only the stores
 /// differ between the layers.
@@ -17,6 +21,8 @@ pub struct OpenStep<'a, S, F> {
     pub layers: &'a [usize],
     /// The tokens that the step stores.
     pub table: &'a WriteTable,
+    /// Parts of prompts that the table stores in f16 and that are packed from there, once it is written.
+    pub staged: &'a [StagedSpan],
     /// The tokens that its queries attend to.
     pub plan: &'a AttendPlan,
     /// Query precision that the recipe of the layers asks for.
@@ -27,6 +33,40 @@ pub struct OpenStep<'a, S, F> {
     pub flags: &'a F,
     /// Which layers of the model have stored their tokens. The step can be committed when all have.
     pub stored: &'a StoredLayers,
+}
+
+/// A part of a prompt that a step stores in f16 pages, to which its queries attend, and packs from there as one span.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StagedSpan {
+    /// Tokens.
+    pub tokens: usize,
+    /// Its pages in the f16 store, the first one.
+    pub staged: Vec<Page>,
+    /// Slot of the centre of the sequence's keys, the same in all stores.
+    pub centre: Option<usize>,
+    /// The store that it is packed into, as a place among the stores.
+    pub store: usize,
+    /// Its pages there.
+    pub pages: Vec<Page>,
+    /// Slot of its ranges there, if the format has them.
+    pub range_slot: usize,
+}
+
+impl StagedSpan {
+    /// Its f16 form as dense rows.
+    pub fn read(&self) -> SpanRead<'_> {
+        SpanRead { pages: &self.staged, tokens: self.tokens, range_slot: 0, centre: self.centre }
+    }
+
+    /// Its packed form, of the rows that [`StagedSpan::read`] gives.
+    ///
+    /// # Errors
+    /// [`Error::Limit`](crate::Error::Limit) when it has more tokens than a sequence may have.
+    pub fn write<I>(&self, shape: &AttentionShape) -> Result<SpanWrite<'_, I>> {
+        let tokens = Rows::Run(TokenRange::new(0, self.tokens)?);
+        let (rows, pages) = (RowLayout::head_major(self.tokens, shape), &self.pages);
+        Ok(SpanWrite { rows, tokens, pages, range_slot: self.range_slot, centre: self.centre })
+    }
 }
 
 /// Which layers of a model have stored the tokens of the open step, by their numbers.
@@ -68,6 +108,8 @@ pub struct StepKind<'a> {
     pub stores: &'a [StoreFormat],
     /// Precision of the queries that the recipe asks for.
     pub query: QueryPrecision,
+    /// How the layers attend.
+    pub attention: &'a LayerAttention,
 }
 
 /// What has steps of one kind or several: a [`ModelCache`](crate::cache::ModelCache), of all its layers, or one kind.

@@ -4,6 +4,7 @@ use super::room::Lease;
 use super::sequence::Span;
 use super::step::CentreWrite;
 use super::{Recipe, StoreId};
+use crate::backend::StagedSpan;
 use crate::plan::{LayerWrites, StoreWrites};
 
 /// An open change.
@@ -18,6 +19,10 @@ pub(super) struct Change<I> {
     pub(super) freed: Vec<(StoreId, Lease)>,
     /// Centres that the change gave to sequences. A change that appends lists them among its writes.
     pub(super) centres: Vec<CentreWrite>,
+    /// Parts of prompts that lie in f16 while the change is open and are packed from there.
+    pub(super) staged: Vec<StagedSpan>,
+    /// The spans of sequences once the change is committed, where they are not those of the open change.
+    pub(super) committed: Vec<(usize, Vec<Span<I>>)>,
     /// The sequence that was swapped in with a centre. The centre is written with it.
     pub(super) taken_centre: Option<usize>,
 }
@@ -29,13 +34,14 @@ pub(super) struct Undo<I> {
     pub(super) first: usize,
     pub(super) spans: Vec<Span<I>>,
     pub(super) length: usize,
+    pub(super) released: usize,
 }
 
 impl<I> Change<I> {
     /// An empty change of the stores of a recipe.
     pub(super) fn new(recipe: &Recipe) -> Self {
         let stores = vec![StoreWrites::default(); recipe.stores().len()];
-        let windows = vec![Vec::new(); usize::from(recipe.windows_to().is_some())];
+        let windows = vec![Vec::new(); usize::from(recipe.packed_later().is_some())];
         let writes = LayerWrites { stores, windows };
         Self {
             writes,
@@ -43,6 +49,8 @@ impl<I> Change<I> {
             leased: Vec::new(),
             freed: Vec::new(),
             centres: Vec::new(),
+            staged: Vec::new(),
+            committed: Vec::new(),
             taken_centre: None,
         }
     }

@@ -57,7 +57,7 @@ pub struct KvCache<B: Backend> {
 }
 
 /// The only layer of the group.
-const LAYER: usize = 0;
+pub(super) const LAYER: usize = 0;
 
 impl<B: Backend> KvCache<B> {
     /// An empty cache for `sequences` sequences. It allocates nothing yet.
@@ -216,13 +216,17 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Stores new tokens in a change of the page tables that is still open.
-    async fn store_runs(&mut self, runs: &[TokenRun], new: NewTokens<'_, B::Tensor>) -> Result<Change<B::Indices>> {
+    pub(super) async fn store_runs(
+        &mut self,
+        runs: &[TokenRun],
+        new: NewTokens<'_, B::Tensor>,
+    ) -> Result<Change<B::Indices>> {
         self.group.page_tables.check_runs(runs, new.rows.tokens)?;
         self.group.check_lengths(new)?;
         let needed = self.group.page_tables.room_for_append(runs, new.rows.tokens)?;
         self.reserve_room(needed, Asked::OnTheWay).await?;
         let change = self.group.open_append(runs, new.rows.tokens)?;
-        match self.group.write_step(LAYER, Some(new)) {
+        match self.group.write_tokens(LAYER, &change, new) {
             Ok(()) => Ok(change),
             Err(error) => {
                 self.group.page_tables.abandon(change);
@@ -369,47 +373,6 @@ impl<B: Backend> KvCache<B> {
     /// As [`KvCache::attend_runs`]; [`Error::Elements`] when the output has another length than the queries.
     pub async fn attend_into(&self, runs: &[QueryRun], queries: &B::Tensor, output: &mut B::Tensor) -> Result<()> {
         self.group.attend_into(LAYER, &self.plan(runs)?, queries, output).await
-    }
-
-    /// A decode step of all sequences: appends one token to each and attends with its query, into the caller's tensor.
-    ///
-    /// `rows` is the layout of keys and values. Queries and output are `[sequences, query_heads, head_dim]`.
-    ///
-    /// ```
-    /// use kvpack::cache::Recipe;
-    /// use kvpack::cpu::{Cpu, CpuTensor};
-    /// use kvpack::plan::RowLayout;
-    /// use kvpack::{AttentionShape, KvCache};
-    /// # fn main() -> kvpack::Result<()> {
-    /// let shape = AttentionShape::new(2, 1, 64)?;
-    /// let mut cache = KvCache::new(Cpu::new(), shape, 1, Recipe::f16())?;
-    /// let of = |elements| CpuTensor::F32(vec![0.5; elements]);
-    /// let (keys, values, queries, mut output) = (of(64), of(64), of(2 * 64), of(2 * 64));
-    /// let rows = RowLayout::token_major(1, &shape);
-    /// pollster::block_on(cache.append_attend_into(rows, &keys, &values, &queries, &mut output))?;
-    /// assert_eq!(output.to_f32(), [0.5; 2 * 64]);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    /// As [`KvCache::append`] and [`KvCache::attend_into`]. On an error the cache is unchanged.
-    pub async fn append_attend_into(
-        &mut self,
-        rows: RowLayout,
-        keys: &B::Tensor,
-        values: &B::Tensor,
-        queries: &B::Tensor,
-        output: &mut B::Tensor,
-    ) -> Result<()> {
-        let appended: Vec<TokenRun> = (0..self.sequences()).map(TokenRun::decode).collect();
-        let asked: Vec<QueryRun> = (0..self.sequences()).map(QueryRun::decode).collect();
-        let change = self.store_runs(&appended, NewTokens { rows, keys, values }).await?;
-        let attended = match self.plan(&asked) {
-            Ok(plan) => self.group.attend_into(LAYER, &plan, queries, output).await,
-            Err(error) => Err(error),
-        };
-        self.group.close(change, attended)
     }
 
     /// Attends with the queries of the newest tokens of one sequence. Each sees the tokens up to its own.

@@ -53,7 +53,9 @@ impl<B: Backend> LayerGroup<B> {
             Ok(QueryRun { end: run.end.or(Some(length)), visible, ..run.clone() })
         };
         let runs = runs.iter().map(ends_at).collect::<Result<Vec<_>>>()?;
-        self.recipe().attention().score(AttendPlan::new(self.shape, &runs, &views)?)
+        let plan = self.recipe().attention().score(AttendPlan::new(self.shape, &runs, &views)?)?;
+        self.page_tables.check_seen(&plan)?;
+        Ok(plan)
     }
 
     pub(super) fn attend_options(&self, output: ElementType) -> AttendOptions {

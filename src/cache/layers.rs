@@ -303,18 +303,24 @@ impl<B: Backend> LayerGroup<B> {
     /// The open step for an engine: what the layers store and attend to.
     pub(super) fn open_step<'a>(
         &'a self,
+        change: &'a Change<B::Indices>,
         plan: &'a AttendPlan,
         stored: &'a StoredLayers,
     ) -> OpenStep<'a, B::Store, B::NonFiniteFlags> {
         let stores = (0..self.layers.len()).map(|layer| self.stores(layer)).collect();
         let (table, query, flags) = (self.table.table(), self.recipe().query(), &*self.flags);
-        OpenStep { layers: &self.numbers, table, plan, query, stores, flags, stored }
+        OpenStep { layers: &self.numbers, table, staged: &change.staged, plan, query, stores, flags, stored }
     }
 
     /// What all steps of the layers have in common.
     pub(super) fn step_kind(&self) -> StepKind<'_> {
         let recipe = self.recipe();
-        StepKind { layout: self.table.table().layout(), stores: recipe.stores(), query: recipe.query() }
+        StepKind {
+            layout: self.table.table().layout(),
+            stores: recipe.stores(),
+            query: recipe.query(),
+            attention: recipe.attention(),
+        }
     }
 
     /// The tokens that steps could not store exactly, in all layers of the model.
@@ -364,6 +370,22 @@ impl<B: Backend> LayerGroup<B> {
         });
         let mut stores: Vec<&mut B::Store> = layers[layer].iter_mut().map(|of| &mut of.store).collect();
         backend.write_step(&mut stores, input, table.table())
+    }
+
+    /// Writes new tokens to one layer, and packs the parts of prompts that the change staged.
+    pub(super) fn write_tokens(
+        &mut self,
+        layer: usize,
+        change: &Change<B::Indices>,
+        new: NewTokens<'_, B::Tensor>,
+    ) -> Result<()> {
+        self.write_step(layer, Some(new))?;
+        let Self { backend, layers, shape, .. } = self;
+        for span in &change.staged {
+            let (keys, values) = backend.dequantize(&layers[layer][StoreId::F16.index()].store, span.read())?;
+            backend.quantize(&mut layers[layer][span.store].store, &keys, &values, span.write(shape)?)?;
+        }
+        Ok(())
     }
 
     /// Writes the spans of a prompt to one layer, after the centre of a sequence that begins.

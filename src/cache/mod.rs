@@ -26,6 +26,7 @@ mod decided;
 mod evictions;
 mod kv_cache;
 mod kv_room;
+mod kv_steps;
 mod layer_reads;
 mod layers;
 mod memory;

@@ -222,8 +222,8 @@ impl<B: Backend> ModelCache<B> {
     pub fn open_steps(&self) -> Result<Vec<OpenStep<'_, B::Store, B::NonFiniteFlags>>> {
         let encoded = |step: &&Step<_>| matches!(step.kind, Opened::Append | Opened::Attend);
         let step = self.step.as_ref().filter(encoded).ok_or_else(no_step)?;
-        let groups = self.groups.iter().zip(&step.plans);
-        Ok(groups.map(|(group, plan)| group.open_step(plan, &step.stored)).collect())
+        let groups = self.groups.iter().zip(&step.changes).zip(&step.plans);
+        Ok(groups.map(|((group, change), plan)| group.open_step(change, plan, &step.stored)).collect())
     }
 
     /// What all steps of a layer have in common, for compiling kernels before a model is served; `ModelStep::prepare`
@@ -380,7 +380,7 @@ impl<B: Backend> ModelCache<B> {
         match kind {
             Opened::Append => {
                 group.check_lengths(new)?;
-                group.write_step(index, Some(new))?;
+                group.write_tokens(index, &step.changes[at], new)?;
             }
             Opened::Prefill(sequence) => {
                 group.check_rows(new).await?;

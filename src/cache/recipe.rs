@@ -301,11 +301,12 @@ impl Recipe {
         Err(Error::Plan { what: "store", reason })
     }
 
-    /// The store that full windows are packed into, if any.
-    pub(super) const fn windows_to(&self) -> Option<StoreId> {
+    /// The store that tokens are packed into after they were stored in f16, if any: windows, or parts of prompts.
+    pub(super) fn packed_later(&self) -> Option<StoreId> {
         match self.appended {
             Appended::Tiles { to, .. } => Some(to),
-            Appended::Keep | Appended::AtOnce(_) => None,
+            Appended::Keep => self.packs().then_some(StoreId::PACKED),
+            Appended::AtOnce(_) => None,
         }
     }
 

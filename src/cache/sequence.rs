@@ -122,22 +122,26 @@ pub(super) struct Sequence<I> {
     pub(super) length: usize,
     /// Slot of the centre of its keys, once it has one.
     pub(super) centre: Option<usize>,
+    /// Positions before this one were released behind a sliding window.
+    pub(super) released: usize,
 }
 
 impl<I: Clone> Sequence<I> {
     /// The same sequence in some of the layers that share it.
     pub(super) fn in_layers(&self, layers: Range<usize>) -> Self {
         let spans = self.spans.iter().map(|span| span.in_layers(layers.clone())).collect();
-        Self { spans, length: self.length, centre: self.centre }
+        Self { spans, length: self.length, centre: self.centre, released: self.released }
     }
 }
 
 impl<I: TokenIndices + Clone> Sequence<I> {
     /// Whether another layer's part of the sequence has the same spans, so that one page table serves both.
     pub(super) fn is_like(&self, other: &Self) -> bool {
-        let same = (self.length, self.centre.is_some()) == (other.length, other.centre.is_some());
+        let of = |sequence: &Self| (sequence.length, sequence.released, sequence.centre.is_some());
         let both = self.spans.iter().zip(&other.spans);
-        same && self.spans.len() == other.spans.len() && both.into_iter().all(|(one, other)| one.is_like(other))
+        of(self) == of(other)
+            && self.spans.len() == other.spans.len()
+            && both.into_iter().all(|(one, other)| one.is_like(other))
     }
 
     /// Whether it lies at the same places there.
@@ -166,7 +170,7 @@ impl<I: TokenIndices + Clone> Sequence<I> {
 
 impl<I> Default for Sequence<I> {
     fn default() -> Self {
-        Self { spans: Vec::new(), length: 0, centre: None }
+        Self { spans: Vec::new(), length: 0, centre: None, released: 0 }
     }
 }
 
@@ -340,6 +344,7 @@ impl<I: TokenIndices> Sequence<I> {
             self.spans.push(span);
         }
         self.length = self.length.min(length);
+        self.released = self.released.min(self.length);
         Ok(freed)
     }
 

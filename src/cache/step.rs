@@ -8,19 +8,46 @@ use crate::plan::{KeyMean, RowLayout};
 pub struct TokenRun {
     sequence: usize,
     tokens: usize,
-    packs: bool,
+    kind: RunKind,
+}
+
+/// What a run's tokens are, and so when they are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum RunKind {
+    /// A decoded token, which packs the tile that leaves the residual window.
+    Decode,
+    /// Tokens that may be taken back.
+    Chunk,
+    /// A prompt, or a part of one.
+    Prompt,
 }
 
 impl TokenRun {
     /// One decoded token. Its step also packs the tile that it pushes out of the residual window.
     pub const fn decode(sequence: usize) -> Self {
-        Self { sequence, tokens: 1, packs: true }
+        Self { sequence, tokens: 1, kind: RunKind::Decode }
     }
 
-    /// A chunk of new tokens, at least one. The step packs no window, so that the chunk's own queries still see it in
-    /// f16.
+    /// A chunk of new tokens, at least one, that are stored as decoding stores them: drafts, or a text under evaluation.
+    /// The step packs no window, so that the chunk's own queries still see it in f16.
     pub const fn chunk(sequence: usize, tokens: usize) -> Self {
-        Self { sequence, tokens, packs: false }
+        Self { sequence, tokens, kind: RunKind::Chunk }
+    }
+
+    /// A prompt or a part of one, at least one token. Its queries attend to its own keys and values in f16, and to what
+    /// was stored before as it is stored. The same step packs it as the recipe packs prompts:
+    ///
+    /// - [`Appended::AtOnce`](super::Appended::AtOnce): all of it, to the store of appended tokens.
+    /// - [`Appended::Tiles`](super::Appended::Tiles): the windows that earlier steps filled. Those that this one fills
+    ///   follow with the next part, and then one with every decoded token.
+    /// - [`Appended::Keep`](super::Appended::Keep), in a recipe that packs: all of it, as one span of the first packed
+    ///   store. Parts of multiples of 128 tokens fill their pages.
+    ///
+    /// Tokens of the recipe's sink stay in f16. Until the step is committed or abandoned, the part lies in f16 pages
+    /// that the sequence does not keep: [`ModelCache::reserve_for_append`](super::ModelCache::reserve_for_append)
+    /// counts them.
+    pub const fn prompt(sequence: usize, tokens: usize) -> Self {
+        Self { sequence, tokens, kind: RunKind::Prompt }
     }
 
     /// The sequence.
@@ -33,9 +60,8 @@ impl TokenRun {
         self.tokens
     }
 
-    /// Whether the step packs windows that become due.
-    pub(super) const fn packs(&self) -> bool {
-        self.packs
+    pub(super) const fn kind(&self) -> RunKind {
+        self.kind
     }
 }
 

@@ -10,7 +10,7 @@
 //! | layout (text) | whose pages these are: [`Storage::span_layout`](crate::backend::Storage::span_layout) |
 //! | groups (u32) | layers that share spans; for each: |
 //! | kind (text), layers (u32), their numbers (u32) | shape and stores of the layers |
-//! | length (u64), centre (u8), spans (u32) | the sequence; for each span: |
+//! | length (u64), released (u64), centre (u8), spans (u32) | the sequence; for each span: |
 //! | store (u8), window (u8), tokens (u64), tag (u8) | where its tokens are from |
 //! | tag 0: start (u64) | consecutive positions |
 //! | tag 1: base (u64), bound (u32), tensors (u32) | and these tensors, `[kv_heads, tokens]` of u32 |
@@ -21,7 +21,7 @@ use super::layers::LayerGroup;
 use super::room::Lease;
 use super::sequence::{Positions, Sequence, Span};
 use super::swap::{SwappedGroup, SwappedLayer, SwappedSequence};
-use super::{KvCache, ModelCache, StoreId};
+use super::{Appended, KvCache, ModelCache, StoreId};
 use crate::backend::{Backend, SpanBytes};
 use crate::counts::{TokenCount, reserved, saturated};
 use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS};
@@ -166,6 +166,7 @@ impl Writer {
 
     async fn sequence<B: Backend>(&mut self, backend: &B, sequence: &Sequence<B::Indices>) -> Result<()> {
         self.u64(sequence.length as u64);
+        self.u64(sequence.released as u64);
         self.u8(sequence.centre.is_some().into());
         self.count(sequence.spans.len());
         for span in &sequence.spans {
@@ -355,6 +356,10 @@ impl<'a> Reader<'a> {
 
     async fn sequence<B: Backend>(&mut self, group: &LayerGroup<B>, layers: usize) -> Result<Sequence<B::Indices>> {
         let length = TokenCount::new(self.size()?)?.get();
+        let released = self.size()?;
+        if released > length || (released > 0 && group.recipe().attention().window().is_none()) {
+            return Err(refusal(format!("{released} of {length} tokens were released behind a window")));
+        }
         let centre = self.flag()?;
         let count = self.count(19)?;
         let centred = group.recipe().is_centred();
@@ -366,7 +371,7 @@ impl<'a> Reader<'a> {
             spans.push(self.span(group, length, layers).await?);
         }
         // The slot is another one where the sequence enters.
-        Ok(Sequence { spans, length, centre: centre.then_some(0) })
+        Ok(Sequence { spans, length, centre: centre.then_some(0), released })
     }
 
     async fn span<B: Backend>(
@@ -378,7 +383,7 @@ impl<'a> Reader<'a> {
         let [store] = self.array()?;
         let (store, window, tokens) = (StoreId(store), self.flag()?, self.size()?);
         let recipe = group.recipe();
-        let packed_later = window && store == StoreId::F16 && recipe.windows_to().is_some();
+        let packed_later = window && store == StoreId::F16 && matches!(recipe.appended(), Appended::Tiles { .. });
         let most = if packed_later { TILE_TOKENS } else { length };
         if store.index() >= recipe.stores().len() || tokens == 0 || tokens > most {
             return Err(refusal(format!("{tokens} tokens in {store} of a sequence of {length}")));

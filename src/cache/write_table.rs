@@ -30,6 +30,9 @@ const FIRST_BEGINNING: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WriteLimits {
     tokens: usize,
+    /// Tokens for the f16 store where appended tokens go elsewhere: parts of prompts. At least 1, so that kernels can be
+    /// prepared before there is one.
+    staged: usize,
     copies: usize,
     centres: usize,
     windows: usize,
@@ -44,6 +47,7 @@ impl WriteLimits {
         let windows = writes.windows.iter().map(Vec::len).max().unwrap_or(0);
         Self {
             tokens: larger(self.tokens, tokens),
+            staged: larger(self.staged, writes.stores[StoreId::F16.index()].tokens.len()),
             copies: larger(self.copies, copies),
             centres: larger(self.centres, centres),
             windows: larger(self.windows, windows),
@@ -57,7 +61,7 @@ impl GroupTable {
         let sequences = page_tables.sequences().len().min(FIRST_SEQUENCES);
         // Pages are copied only for a sequence that was forked in the middle of one.
         let centres = if page_tables.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
-        let most = WriteLimits { tokens: sequences, copies: 0, centres, windows: sequences };
+        let most = WriteLimits { tokens: sequences, staged: 1, copies: 0, centres, windows: sequences };
         let table = WriteTable::new(&lay_out(shape, page_tables, most)?);
         Ok(Self { shape, most, table, stores_changed: false })
     }
@@ -95,12 +99,14 @@ fn lay_out<I: TokenIndices + Clone>(
     page_tables: &PageTables<I>,
     most: WriteLimits,
 ) -> Result<Arc<WriteLayout>> {
-    let windows = match page_tables.recipe().appended() {
-        Appended::Tiles { to, newer } => {
-            vec![WindowCapacity { from: StoreId::F16.index(), to: to.index(), windows: most.windows, newer }]
-        }
-        Appended::Keep | Appended::AtOnce(_) => Vec::new(),
+    let recipe = page_tables.recipe();
+    // Where appended tokens stay no window moves, but no element may be too large for the store of prompts.
+    let (windows, newer) = match recipe.appended() {
+        Appended::Tiles { newer, .. } => (most.windows, newer),
+        Appended::Keep | Appended::AtOnce(_) => (0, 0),
     };
+    let pair = |to: StoreId| WindowCapacity { from: StoreId::F16.index(), to: to.index(), windows, newer };
+    let windows = recipe.packed_later().into_iter().map(pair).collect();
     Ok(Arc::new(WriteLayout::new(shape, most.tokens, capacities(page_tables, most), windows)?))
 }
 
@@ -111,7 +117,11 @@ fn capacities<I: TokenIndices + Clone>(page_tables: &PageTables<I>, most: WriteL
     let centre_slots = if recipe.is_centred() { page_tables.sequences().len() } else { 0 };
     let of = |(index, store): (usize, &super::StoreFormat)| {
         let id = StoreId::at(index);
-        let (tokens, copies) = if recipe.takes_tokens(id) { (most.tokens, most.copies) } else { (0, 0) };
+        let (tokens, copies) = match recipe.takes_tokens(id) {
+            true => (most.tokens, most.copies),
+            false if id == StoreId::F16 => (most.staged, 0),
+            false => (0, 0),
+        };
         let room = page_tables.room(id);
         StoreCapacity {
             format: store.format,

@@ -6,6 +6,7 @@ use cudarc::driver::CudaStream;
 
 use super::attend::attend_step::{AttendStep, AttendTensors};
 use super::attend::merge_pair::merge_pair;
+use super::attend::scratch::SharedScratch;
 use super::attend::uncentre_lse::uncentre_lse;
 use super::device::driver::{driver_error, open_context};
 use super::device::indices::Indices;
@@ -25,7 +26,8 @@ use super::select::{
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, Storage, TensorRows, TokenSelection,
+    WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -54,6 +56,7 @@ pub struct Cuda {
     stream: Arc<CudaStream>,
     kernels: Arc<Kernels>,
     scratch: Arc<Mutex<PackScratch>>,
+    attend_scratch: Arc<SharedScratch>,
 }
 
 impl Cuda {
@@ -64,7 +67,7 @@ impl Cuda {
     /// than CUDA 11.8.
     pub fn new(stream: Arc<CudaStream>, cache: KernelCache) -> Result<Self> {
         let kernels = Arc::new(Kernels::new(stream.context().clone(), cache)?);
-        Ok(Self { stream, kernels, scratch: Arc::default() })
+        Ok(Self { stream, kernels, scratch: Arc::default(), attend_scratch: Arc::default() })
     }
 
     /// The backend on a new stream of a device's primary context.
@@ -81,7 +84,8 @@ impl Cuda {
     /// allocates belong to the stream of the backend that created them.
     #[must_use]
     pub fn on_stream(&self, stream: Arc<CudaStream>) -> Self {
-        Self { stream, kernels: self.kernels.clone(), scratch: Arc::default() }
+        let kernels = self.kernels.clone();
+        Self { stream, kernels, scratch: Arc::default(), attend_scratch: Arc::default() }
     }
 
     /// The stream.
@@ -91,6 +95,10 @@ impl Cuda {
 
     pub(super) fn kernels(&self) -> &Kernels {
         &self.kernels
+    }
+
+    pub(super) fn attend_scratch(&self) -> &SharedScratch {
+        &self.attend_scratch
     }
 
     fn zeroed_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
@@ -105,6 +113,17 @@ impl Cuda {
     /// launches that read them.
     fn scratch(&self) -> MutexGuard<'_, PackScratch> {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Packs a part of a prompt that a step stored in f16.
+    pub(super) fn pack_staged(&self, stores: &[&Store], span: &StagedSpan) -> Result<()> {
+        let (Some(f16), Some(packed)) = (stores.first(), stores.get(span.store)) else {
+            let reason = format!("a part of a prompt is packed into store {} of {}", span.store, stores.len());
+            return Err(Error::Plan { what: "step", reason });
+        };
+        let (launcher, mut scratch) = (self.launcher(), self.scratch());
+        let [keys, values] = launcher.dequantize(&mut scratch, f16, &span.read())?;
+        launcher.quantize(&mut scratch, packed, &keys, &values, &span.write(packed.shape())?)
     }
 
     /// Uploads the table of a storing step, and launches the step.
@@ -360,8 +379,7 @@ impl Attention for Cuda {
     ) -> Result<()> {
         plan.check_elements("queries", queries.elements())?;
         plan.check_elements("output", output.elements())?;
-        let step = AttendStep::new(self, plan)?;
-        step.bind(self, stores, AttendTensors { queries, output, lse: None })?.launch()
+        AttendStep::new(self, plan)?.run(self, stores, AttendTensors { queries, output, lse: None })
     }
 
     async fn attend_states(
@@ -375,7 +393,7 @@ impl Attention for Cuda {
         let step = AttendStep::new(self, plan)?;
         let states = self.zeroed_states(plan.shape(), plan.rows())?;
         let tensors = AttendTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
-        step.bind(self, stores, tensors)?.launch()?;
+        step.run(self, stores, tensors)?;
         Ok(states)
     }
 

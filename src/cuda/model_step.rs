@@ -2,17 +2,21 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::CudaStream;
+use cudarc::driver::sys::CUstreamCaptureStatus;
+
 use super::attend::attend_step::{AttendStep, AttendTensors, prepare};
 use super::attend::launch::BoundAttendStep;
 use super::attend::model_tables::{ModelTables, PAGE_ADDRESSES};
 use super::attend::scratch::{AttendScratch, Sizing};
 use super::backend::Cuda;
+use super::device::driver::driver_error;
 use super::device::store::Store;
 use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::store_step::{BoundStoreStep, StoreStep};
 use super::pack::write_memory::WriteMemory;
-use crate::backend::{BoundClasses, OpenStep, StepKind, StepKinds, StoredLayers, WriteInput, of_layer};
+use crate::backend::{BoundClasses, OpenStep, StagedSpan, StepKind, StepKinds, StoredLayers, WriteInput, of_layer};
 use crate::plan::{AttendPlan, QueryLayout, RowLayout, WriteLayout};
 use crate::{Error, Result};
 
@@ -106,9 +110,13 @@ struct ModelLaunches {
 }
 
 /// A step whose tables are queued, ready to be launched or captured.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct WrittenStep<'a> {
+    backend: &'a Cuda,
     bound: &'a Bound,
+    staged: &'a [StagedSpan],
+    /// The stores of every layer that packs a part of a prompt.
+    stores: Vec<Vec<&'a Store>>,
     stored: &'a StoredLayers,
     bound_anew: bool,
 }
@@ -183,9 +191,9 @@ impl ModelStep {
     pub fn prepare_chunks(&self, of: impl StepKinds, longest: usize) -> Result<()> {
         let page_addresses = ModelTables::program();
         self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
-        for StepKind { layout, stores, .. } in of.step_kinds() {
+        for StepKind { layout, stores, attention, .. } in of.step_kinds() {
             StoreStep::new(layout).prepare(&self.backend)?;
-            prepare(&self.backend, layout.shape(), stores, longest)?;
+            prepare(&self.backend, layout.shape(), (stores, attention), longest)?;
         }
         Ok(())
     }
@@ -206,7 +214,7 @@ impl ModelStep {
         for (place, LayerTensors { queries, output, .. }) in self.layers.iter().enumerate() {
             plan.check_rows(AttendTensors { queries, output, lse: self.lse.get(place) })?;
         }
-        let begins = step.table.makes_centres();
+        let begins = step.table.begins();
         let fits = |bound: &Bound| bound.is_over(step) && bound.begins == begins && plan.is_bound_like(&bound.plan);
         let kept = self.bound.take(fits);
         let bound_anew = kept.is_none();
@@ -216,7 +224,10 @@ impl ModelStep {
         };
         bound.table.write(self.backend.stream(), step.table)?;
         bound.tables.write(&bound.plan, bound.beside.then_some(step.table))?;
-        Ok(WrittenStep { bound: self.bound.put(bound), stored: step.stored, bound_anew })
+        let Self { backend, bound: classes, .. } = self;
+        let (bound, staged, stored) = (classes.put(bound), step.staged, step.stored);
+        let stores = if staged.is_empty() { Vec::new() } else { step.stores.clone() };
+        Ok(WrittenStep { backend, bound, staged, stores, stored, bound_anew })
     }
 
     fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
@@ -233,7 +244,7 @@ impl ModelStep {
 
     fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: AttendStep) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
-        let begins = step.table.makes_centres();
+        let begins = step.table.begins();
         // Drops what was bound before a store grew.
         self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
         let table = match self.bound.iter().find(|bound| bound.is_over(step)) {
@@ -304,22 +315,44 @@ impl WrittenStep<'_> {
     pub fn launch(&self, layer: usize) -> Result<()> {
         self.launch_store(layer)?;
         let attention = of_layer(&self.bound.launches.attention, layer)?;
-        if self.bound.beside { attention.launch_beside_storing() } else { attention.launch() }
+        let beside = self.bound.beside && self.is_for_graphs();
+        if beside { attention.launch_beside_storing() } else { attention.launch() }
     }
 
-    /// Launches the writes of a layer, by its place among the layers of the step. Does not allocate or wait.
+    /// Launches the writes of a layer, by its place among the layers of the step. Does not wait, and does not allocate
+    /// unless the step packs a part of a prompt as a span: such a step is [not for
+    /// graphs](WrittenStep::is_for_graphs).
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
+    /// [`Error::Plan`] when there is no such layer, or a graph is captured that cannot hold the step; errors of the
+    /// driver from a launch; [`Error::OutOfMemory`].
     pub fn launch_store(&self, layer: usize) -> Result<()> {
+        if !self.is_for_graphs() && is_capturing(self.backend.stream())? {
+            let reason = "it packs a part of a prompt as a span; launch such steps without a graph".into();
+            return Err(Error::Plan { what: "graph of a step", reason });
+        }
         of_layer(&self.bound.launches.stores, layer)?.launch()?;
+        if let Some(stores) = self.stores.get(layer) {
+            self.staged.iter().try_for_each(|span| self.backend.pack_staged(stores, span))?;
+        }
         self.stored.mark(self.bound.numbers[layer]);
         Ok(())
     }
 
+    /// Whether a graph may capture the launches, and be replayed for steps of the class. It may not where the step packs
+    /// a part of a prompt as a span ([`TokenRun::prompt`](crate::cache::TokenRun::prompt) in a recipe that keeps appended
+    /// tokens in f16): the pages of spans are no table.
+    pub const fn is_for_graphs(&self) -> bool {
+        self.staged.is_empty()
+    }
+
     /// Notes that a graph which captured these launches was replayed for this step: all its layers have stored their
-    /// tokens, and the step can be committed.
+    /// tokens, and the step can be committed. Notes nothing for a step that is [not for
+    /// graphs](WrittenStep::is_for_graphs).
     pub fn replayed(&self) {
+        if !self.is_for_graphs() {
+            return;
+        }
         self.bound.numbers.iter().for_each(|&layer| self.stored.mark(layer));
     }
 
@@ -337,4 +370,10 @@ impl WrittenStep<'_> {
     pub fn memory(&self) -> LaunchMemory {
         LaunchMemory(self.bound.launches.clone())
     }
+}
+
+/// Whether a graph captures the stream.
+fn is_capturing(stream: &CudaStream) -> Result<bool> {
+    let status = stream.capture_status().map_err(|error| driver_error("capture status", 0, error))?;
+    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }

@@ -102,20 +102,15 @@ impl Block {
         parts.extend((0..self.queries).map(|query| part(query, 1, together..seen(query).to)));
     }
 
-    /// The same for a kernel that limits what each row sees: all of the block's queries take all tokens together, those
-    /// that some do not see yet in a part of their own, of which every query sees the first token.
+    /// The same for a kernel that limits what each row sees: all of the block's queries take all tokens together, also
+    /// those at the end that some do not see yet.
     pub(crate) fn add_limited_parts(&self, index: usize, run: &PlannedRun, span: &PlannedSpan, parts: &mut Vec<Part>) {
         let (least, most) = (run.seen(self.first, span).to, run.seen(self.first + self.queries - 1, span).to);
         if !run.sees_prefixes() || least == most || least == 0 {
             return self.add_parts(index, run, span, parts);
         }
-        let together = (least - 1) / TILE_TOKENS * TILE_TOKENS;
-        let part = |tokens: Range<usize>, later| {
-            let (block, queries) = (index, self.queries);
-            (!tokens.is_empty()).then_some(Part { block, first: 0, queries, tokens, masked: false, later })
-        };
-        parts.extend(part(0..together, 0));
-        parts.extend(part(together..most, most - least));
+        let (block, queries, later) = (index, self.queries, most - least);
+        parts.push(Part { block, first: 0, queries, tokens: 0..most, masked: false, later });
     }
 
     /// The same for queries that see other than the first tokens of a span.

@@ -56,13 +56,29 @@ impl StateCounts {
     /// # Errors
     /// [`Error::Limit`] when there are more rows than a 32-bit word can count.
     pub(crate) fn assign(self) -> Result<StateAssignment> {
+        self.assign_rows(1)
+    }
+
+    /// The same for kernels that write a query's only state as its output: blocks of such queries share their rows with
+    /// others, since nothing writes or reads them.
+    ///
+    /// # Errors
+    /// As [`StateCounts::assign`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn assign_merged(self) -> Result<StateAssignment> {
+        self.assign_rows(2)
+    }
+
+    /// Assigns rows of their own to the queries of blocks in which one has at least `least` states.
+    fn assign_rows(self, least: u32) -> Result<StateAssignment> {
         let mut rows = vec![StateRows::default(); self.alone.len()];
         let (mut strides, mut next_shared, mut next_alone) = (Vec::new(), Vec::new(), vec![0; rows.len()]);
         let mut states = 0u64;
         for (&(first_row, queries), &shared) in self.blocks.iter().zip(&self.shared) {
             let of_block = first_row..first_row + queries;
             let stride = shared + self.alone[of_block.clone()].iter().copied().max().unwrap_or(0);
-            let needed = states + u64::from(stride) * queries as u64;
+            let own = if stride < least { 0 } else { u64::from(stride) };
+            let needed = states + own * queries as u64;
             if needed > u64::from(u32::MAX) {
                 let hint = "attend with fewer queries per call";
                 return Err(Error::Limit { what: "attention states".into(), needed, allowed: u32::MAX.into(), hint });
@@ -73,7 +89,7 @@ impl StateCounts {
                 let first = states as u32;
                 rows[row] = StateRows { first, end: first + shared + self.alone[row] };
                 next_alone[row] = first + shared;
-                states += u64::from(stride);
+                states += own;
             }
         }
         let queries = self.blocks.iter().map(|&(_, queries)| queries).collect();

@@ -6,15 +6,15 @@ use super::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes,
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor, Variant};
-use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory};
+use super::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory, staged};
 use super::table_slots::TableSlots;
 use crate::backend::{
     AttendOptions, BoundClasses, OpenStep, QueryPrecision, StepKind, StepKinds, StoredLayers, WriteInput, of_layer,
 };
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{
-    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreFormat, StoreView,
-    WriteLayout, WriteTable,
+    AttendPlan, ElementType, LayerAttention, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreFormat,
+    StoreView, Visible, WriteLayout, WriteTable,
 };
 use crate::{Error, Result};
 
@@ -77,6 +77,8 @@ pub struct ModelStep {
     lse: Vec<Tensor>,
     bound: BoundClasses<Bound>,
     slots: TableSlots,
+    /// What packs the parts of prompts of the step that was written last, by layer.
+    staged: Vec<Launches>,
 }
 
 /// Number of classes of steps that are kept.
@@ -121,6 +123,8 @@ pub struct WrittenStep<'a> {
     table: &'a WriteTable,
     slots: &'a TableSlots,
     slot: usize,
+    /// By layer; none where the step packs no part of a prompt.
+    staged: &'a [Launches],
     stored: &'a StoredLayers,
     bound_anew: bool,
 }
@@ -144,8 +148,9 @@ impl ModelStep {
         }
         let slots = TableSlots::new(backend.kernels().submissions());
         let (backend, bound) = (backend.clone(), BoundClasses::new(KEPT_CLASSES));
-        let (query, split, query_rows, output_rows, lse) = (None, Split::default(), None, None, Vec::new());
-        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, lse, bound, slots })
+        let (query, split, query_rows, output_rows) = (None, Split::default(), None, None);
+        let (lse, staged) = (Vec::new(), Vec::new());
+        Ok(Self { backend, rows, layers, query, split, query_rows, output_rows, lse, bound, slots, staged })
     }
 
     /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
@@ -207,11 +212,13 @@ impl ModelStep {
         let causal = |tokens| QueryRun::causal(0, tokens);
         let short = |_: &StepKind<'_>| (2..=longest.min(MOST_CHUNK_KINDS)).map(causal).collect();
         self.prepare_runs(&kinds, short, &[1, MANY_TILES]).await?;
+        let staged: Vec<Vec<Variant>> = kinds.iter().map(|&kind| staged::variants_of(kind)).collect::<Result<_>>()?;
+        self.backend.kernels().prepare(&staged.concat()).await?;
         if !self.backend.capabilities().matrices {
             return Ok(());
         }
         let long = |kind: &StepKind<'_>| {
-            let full = full_runs(kind.layout.shape().group()).map(|queries| queries.min(longest)).into_iter();
+            let full = full_runs(kind.layout.shape()).map(|queries| queries.min(longest)).into_iter();
             full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(causal).collect()
         };
         self.prepare_runs(&kinds, long, &[RUN_TILES]).await
@@ -235,7 +242,7 @@ impl ModelStep {
 
     /// The kernels of a kind of steps that each of these query runs can use.
     fn variants_of(&self, kind: StepKind<'_>, runs: &[QueryRun], spans: &[u32]) -> Result<Vec<Variant>> {
-        let StepKind { layout, stores, query } = kind;
+        let StepKind { layout, stores, query, attention } = kind;
         let LayerTensors { keys, values, .. } = &self.layers[0];
         let buffers = self.backend.kernels().storage_buffers();
         let mut variants = StoreStep::new(layout).variants(buffers, keys.element_type(), values.element_type());
@@ -255,14 +262,13 @@ impl ModelStep {
                 };
                 StoreView { format, calibration, spans: vec![span] }
             };
-            let together: Vec<StoreView<'_>> = stores.iter().enumerate().map(view).collect();
-            for run in runs {
-                for store in stores {
-                    let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &[view((0, store))])?;
-                    variants.extend(self.plan(&plan, query)?.variants());
+            let alone = stores.iter().map(|store| vec![view((0, store))]);
+            let together = stores.iter().enumerate().map(view).collect();
+            for views in alone.chain([together]) {
+                for run in runs.iter().flat_map(|run| masked_runs(attention, run, views.len() * tokens)) {
+                    let plan = AttendPlan::new(*layout.shape(), &[run], &views)?;
+                    variants.extend(self.plan(&attention.score(plan)?, query)?.variants());
                 }
-                let plan = AttendPlan::new(*layout.shape(), std::slice::from_ref(run), &together)?;
-                variants.extend(self.plan(&plan, query)?.variants());
             }
         }
         Ok(variants)
@@ -297,9 +303,10 @@ impl ModelStep {
             queue.write_buffer(&bound.scratch.tables, u64::from(bound.slot_offset(slot)), bound.plan.tables());
             bound.memory.write_slot(queue, step.table, slot)
         })??;
-        let Self { backend, rows, layers, slots, .. } = self;
+        self.staged = staged::bind(self.backend.kernels(), step)?;
+        let Self { backend, rows, layers, slots, staged, .. } = self;
         let (bound, table, stored) = (self.bound.put(bound), step.table, step.stored);
-        Ok(WrittenStep { backend, rows, layers, bound, table, slots, slot, stored, bound_anew })
+        Ok(WrittenStep { backend, rows, layers, bound, table, slots, slot, staged, stored, bound_anew })
     }
 
     /// A slot for the tables of a step. Where steps that are under way read all of them, what is bound goes, since
@@ -400,6 +407,17 @@ impl Bound {
     }
 }
 
+/// A run over sequences of `tokens` tokens as a layer sees it: all of what is before, where a window ends at the border
+/// of a tile, and where it cuts one.
+fn masked_runs(attention: &LayerAttention, run: &QueryRun, tokens: usize) -> Vec<QueryRun> {
+    let mut runs = vec![run.clone()];
+    if let (Some(left), true) = (attention.window(), run.queries + 1 < tokens) {
+        let ending = |end| QueryRun { visible: Visible::Window { left }, end: Some(end), ..run.clone() };
+        runs.extend([ending(tokens), ending(tokens - 1)]);
+    }
+    runs
+}
+
 /// Tiles of a span that is cut into more items than can be merged without a launch of its own.
 const MANY_TILES: u32 = 256;
 
@@ -424,6 +442,9 @@ impl WrittenStep<'_> {
         let stores = of_layer(&self.bound.stores, layer)?;
         self.slots.hold(self.slot, pass);
         stores.encode_slot(self.table, self.bound.memory.slot_offset(self.slot), pass)?;
+        if let Some(staged) = self.staged.get(layer) {
+            staged.encode(pass);
+        }
         self.stored.mark(self.bound.numbers[layer]);
         Ok(())
     }

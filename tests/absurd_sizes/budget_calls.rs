@@ -11,7 +11,10 @@ pub fn calls() -> Vec<Call> {
     calls! {
         "cache::KvCache::pages_of" => sizes(|a| done(cache().pages_of(a).is_ok()));
         "cache::ModelCache::pages_of" => pairs(|a, b| done(model().pages_of(a, b).is_ok()));
-        "cache::ModelCache::fits" => pairs(|sequence, tokens| done(model().fits(&[TokenRun::chunk(sequence, tokens)])));
+        "cache::ModelCache::fits" => pairs(|sequence, tokens| {
+            done(model().fits(&[TokenRun::chunk(sequence, tokens)]));
+            done(model().fits(&[TokenRun::prompt(sequence, tokens)]));
+        });
         "cache::ModelCache::reserve_kind" => few_triples(|layer, pages, spans| {
             done(block_on(model().reserve_kind(layer, &[StoreRoom { pages, spans }])));
         });

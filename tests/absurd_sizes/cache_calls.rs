@@ -115,6 +115,8 @@ fn runs(call: impl Fn(&[QueryRun])) {
 fn appends(call: impl Fn(&[TokenRun])) {
     pairs(|a, b| {
         call(&[TokenRun::chunk(a, b)]);
+        call(&[TokenRun::prompt(a, b)]);
+        call(&[TokenRun::prompt(0, a), TokenRun::prompt(1, b)]);
         call(&[TokenRun::chunk(0, a), TokenRun::chunk(1, b)]);
         call(&[TokenRun::chunk(0, a), TokenRun::decode(0)]);
     });
@@ -171,6 +173,13 @@ fn one_layer() -> Vec<Call> {
         "cache::KvCache::append_attend_into" => layouts(|rows_of| {
             let mut output = CpuTensor::F32(vec![0.0; 256]);
             done(block_on(cache().append_attend_into(rows_of, &rows(), &rows(), &query(), &mut output)));
+        });
+        "cache::KvCache::prompt_attend_into" => layouts(|rows_of| {
+            let mut output = CpuTensor::F32(vec![0.0; 256]);
+            for sequence in [0, rows_of.tokens] {
+                let part = (&rows(), &rows(), &query());
+                done(block_on(cache().prompt_attend_into(sequence, rows_of, part.0, part.1, part.2, &mut output)));
+            }
         });
         "cache::KvCache::attend_causal" => sizes(|a| done(block_on(cache().attend_causal(a, &query(), ElementType::F32)).is_ok()));
         "cache::KvCache::dequantize" => sizes(|a| done(cache().dequantize(a).is_ok()));
@@ -321,6 +330,7 @@ fn steps() -> Vec<Call> {
             done(model().room_for_append(a, &[TokenRun::chunk(0, b), TokenRun::decode(1)]).is_ok());
             done(model().room_for_append(0, &[TokenRun::chunk(a, b)]).is_ok());
         });
+        "cache::TokenRun::prompt" => pairs(|a, b| done(model().begin_append(&[TokenRun::prompt(a, b)])));
         "cache::TokenRun::chunk" => pairs(|a, b| done(model().begin_append(&[TokenRun::chunk(a, b)])));
     }
 }

@@ -19,8 +19,16 @@ pub const STEPS: usize = 160;
 
 /// Tokens that stay, that are packed as they arrive, and that are packed by windows, with calibrated scores
 /// and with a sink.
-pub const RECIPES: [&str; 7] =
-    ["f16", "saw-int4", "calibquant:2+window=1", "kivi:2+window=0+sink=128", CENTRED[0], CENTRED[1], CENTRED[2]];
+pub const RECIPES: [&str; 8] = [
+    "f16",
+    "saw-int4",
+    "calibquant:2",
+    "calibquant:2+window=1",
+    "kivi:2+window=0+sink=128",
+    CENTRED[0],
+    CENTRED[1],
+    CENTRED[2],
+];
 
 /// The same where keys are stored less a centre, which sequences get within the step that they begin with.
 pub const CENTRED: [&str; 3] = ["f16+centre", "saw-int4+centre", "saw-int4+window=1+centre"];
@@ -55,12 +63,13 @@ pub const STEADY: usize = 100;
 pub fn runs(step: usize) -> Vec<TokenRun> {
     let decodes = |s: &usize| step >= STEADY || (step + s) % 4 != 3;
     let mut runs: Vec<TokenRun> = (0..SEQUENCES).filter(decodes).map(TokenRun::decode).collect();
-    if let (10, true, Some(last)) = (step % 50, step < STEADY, runs.last_mut()) {
-        *last = TokenRun::chunk(last.sequence(), 9);
+    if let (10 | 30, true, Some(last)) = (step % 50, step < STEADY, runs.last_mut()) {
+        let run = if step % 50 == 10 { TokenRun::chunk } else { TokenRun::prompt };
+        *last = run(last.sequence(), 9);
     }
     // The one that left begins again.
     if let Some(again) = runs.iter_mut().find(|run| step == 91 && run.sequence() == 1) {
-        *again = TokenRun::chunk(1, 9);
+        *again = TokenRun::prompt(1, 9);
     }
     runs
 }

@@ -62,6 +62,7 @@ pub struct Server<B: Backend + Clone, R> {
     limit: f64,
     /// Bytes that the cache may hold.
     most: u64,
+    growth: Growth,
     /// Calls that were refused for room.
     pub refused: usize,
     pub steps: usize,
@@ -82,16 +83,21 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
         let recipe = recipe.parse::<ModelRecipe>().unwrap().layer(0, &shape());
         let page = |format: SegmentFormat| (LAYERS * format.page_bytes(&shape())) as u64;
         let formats: Vec<SegmentFormat> = recipe.stores().iter().map(|store| store.format).collect();
-        // Nothing goes to f16 where tokens are packed as they arrive.
-        let unused = usize::from(matches!(recipe.appended(), Appended::AtOnce(_)));
-        let room: Vec<StoreRoom> = (0..formats.len())
-            .map(|store| StoreRoom { pages: if store < unused { 0 } else { PAGES }, spans: SEQUENCES + PREFIXES })
-            .collect();
+        // Where tokens are packed, f16 has parts of prompts while their step is open, or windows.
+        let in_f16 = match recipe.appended() {
+            Appended::Keep => PAGES,
+            Appended::AtOnce(_) => 2,
+            Appended::Tiles { .. } => 4,
+        };
+        let pages_of = |store: usize| if store == 0 { in_f16 } else { PAGES };
+        let spans = SEQUENCES + PREFIXES;
+        let room: Vec<StoreRoom> =
+            (0..formats.len()).map(|store| StoreRoom { pages: pages_of(store), spans }).collect();
         // Centres and range slots are beside the pages.
         let slots = |format: &SegmentFormat| {
             (SEQUENCES + PREFIXES) * (format.range_slot_bytes(&shape()) + SegmentFormat::centre_bytes(&shape()))
         };
-        let pages: u64 = formats[unused..].iter().map(|&format| PAGES as u64 * page(format)).sum();
+        let pages: u64 = formats.iter().enumerate().map(|(i, &format)| pages_of(i) as u64 * page(format)).sum();
         let most = pages + formats.iter().map(|format| (LAYERS * slots(format)) as u64).sum::<u64>();
         let mut cache = ModelCache::new(backend, &vec![(shape(), recipe); LAYERS], SEQUENCES + PREFIXES)
             .unwrap()
@@ -103,7 +109,22 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
         let (held, swapped, random) = (vec![Held::default(); SEQUENCES], Vec::new(), Random::new(seed));
         let (prefixes, kept) = (PrefixCache::new(SEQUENCES..SEQUENCES + PREFIXES), Vec::new());
         let (numbered, refused, steps, found) = (0, 0, 0, 0);
-        Self { cache, runner, held, swapped, prefixes, kept, numbered, random, limit, most, refused, steps, found }
+        Self {
+            cache,
+            runner,
+            held,
+            swapped,
+            prefixes,
+            kept,
+            numbered,
+            random,
+            limit,
+            most,
+            growth,
+            refused,
+            steps,
+            found,
+        }
     }
 
     /// So many operations, then an end: everything is free.
@@ -142,7 +163,8 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
             }
             12 => self.swap_out(sequence),
             13 => self.swap_in(),
-            14 => {
+            // Without growth what is given back does not come again.
+            14 if self.growth != Growth::None => {
                 self.cache.trim().unwrap();
             }
             15 => self.abandon(),
@@ -225,7 +247,11 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
             let tokens = if self.random.below(4) == 0 { 1 + self.random.below(40) } else { 1 };
             if self.random.below(3) > 0 && rows + tokens <= ROWS {
                 rows += tokens;
-                runs.push(if tokens == 1 { TokenRun::decode(sequence) } else { TokenRun::chunk(sequence, tokens) });
+                runs.push(match (tokens, self.random.below(2)) {
+                    (1, _) => TokenRun::decode(sequence),
+                    (tokens, 0) => TokenRun::chunk(sequence, tokens),
+                    (tokens, _) => TokenRun::prompt(sequence, tokens),
+                });
             }
         }
         runs

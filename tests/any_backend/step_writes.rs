@@ -16,7 +16,7 @@ use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
 use crate::any_backend::random_rows::Random;
 
 /// Pages of the shards of both stores.
-pub const SHARDS: [u32; 2] = [6, 5];
+pub const SHARDS: [u32; 3] = [4, 5, 2];
 const SLOTS: usize = 12;
 /// Slots of centres, where keys are stored less one, and how many of them a step makes at most.
 const CENTRES: [usize; 2] = [5, 3];
@@ -240,10 +240,10 @@ fn writes(layout: &WriteLayout, step: usize, random: &mut Random) -> LayerWrites
     writes
 }
 
-/// Keys or values, of which some cannot be stored.
+/// Keys or values, of which some cannot be stored, and some only as values beside centred keys.
 fn tensor(rows: &RowLayout, shape: &AttentionShape, elements: ElementType, random: &mut Random) -> CpuTensor {
     let mut x: Vec<f32> = (0..rows.elements_needed(shape)).map(|_| random.normal() * 3.0).collect();
-    for bad in [f32::NAN, f32::INFINITY, -f32::INFINITY, 1e5, -f32::NAN].into_iter().take(random.below(6)) {
+    for bad in [f32::NAN, 4e4, f32::INFINITY, -f32::INFINITY, -4e4, 1e5, -f32::NAN].into_iter().take(random.below(8)) {
         let at = random.below(x.len());
         x[at] = bad;
     }

@@ -32,7 +32,8 @@ fn serve(growth: Growth, seed: u64) {
         println!("{recipe}, {growth:?}: {steps} steps, {refused} refused, {found} prefixes found");
         // Sequences of more than a tile are rare under so small a budget.
         assert!(found > 2 || recipe != "f16", "{recipe}, {growth:?}: {found} prefixes found");
-        assert!(server.refused > 1, "{recipe}, {growth:?}: the budget ran out {} times", server.refused);
+        assert!(refused > 1, "{recipe}, {growth:?}: the budget ran out {refused} times");
+        assert!(steps > operations / 6, "{recipe}, {growth:?}: {steps} steps");
     }
 }
 

@@ -1,11 +1,13 @@
 //! The cache on the CUDA backend against the naive model.
 
 use kvpack::AttentionShape;
+use kvpack::cpu::Cpu;
 use kvpack::cuda::{Cuda, KernelCache};
 use proptest::prelude::*;
 
 use crate::any_backend::cache_model::recipes::recipes;
 use crate::any_backend::cache_model::{Operation, cases, check, operations};
+use crate::any_backend::key_means::means;
 
 fn device() -> Cuda {
     Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")
@@ -37,4 +39,10 @@ fn windows_are_packed_when_they_are_full() {
         let append = |tokens| Operation::Append { tokens, sequences: 0b11, half: false };
         check(device(), shape, &recipe, &[prefill, append(127), append(1), append(127), append(2)], 1);
     }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn means_of_keys_are_those_of_the_cpu() {
+    assert!(means(&device()) == means(&Cpu::new()));
 }

@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use futures::executor::block_on;
@@ -58,74 +59,93 @@ fn edges_of_a_cache_are_those_of_the_cpu() {
     cache_edges::steps_write_into_outputs(&device());
 }
 
-/// A tile on the device is the CPU's tile in the other order, bit for bit.
+/// A tile on the device is the CPU's tile in the other order, bit for bit. Each format has a program of its own to
+/// compile at each head dimension, so threads take them from one list.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn tiles_are_those_of_the_cpu_in_fragment_order() {
     let backend = device();
-    for head_dim in HEAD_DIMS {
-        let value = TensorFormat::Codebook(CodebookFormat::turboquant(Bits::Three, head_dim));
-        let mut formats = vec![SegmentFormat::F16];
-        for bits in Bits::ALL {
-            let affine = |grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
-            formats.extend(
-                [Grouping::Channel, Grouping::Token].map(|g| SegmentFormat { key: affine(g), value: affine(g) }),
-            );
-            if bits != Bits::Eight {
-                let key = TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim));
-                formats.push(SegmentFormat { key, value });
-            }
-        }
-        let shape = AttentionShape::new(4, 2, head_dim).unwrap();
-        let tokens = 128 + 77;
-        let keys = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.37));
-        let values = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.73));
-        // The fields of the second page that no token has are zero bits in both orders, which a flip makes
-        // different codes.
-        let pages = [1, 0].map(|index| Page { shard: 0, index });
-        let full_page = pages[0];
-        let rows = RowLayout::token_major(tokens, &shape);
-        let all = TokenRange::new(0, tokens).unwrap();
-        // The same formats of a run of tokens, and of tokens that each head names for itself.
-        let named: Vec<u32> = (0..2 * tokens).map(|i| (i * 7919 % tokens) as u32).collect();
-        for (segment, gathers) in formats.into_iter().flat_map(|format| [(format, false), (format, true)]) {
-            let mut cpu = CpuStore::new(shape, segment).unwrap();
-            cpu.add_shard(2).unwrap();
-            cpu.reserve_ranges(1).unwrap();
-            let indices = CpuIndices::new(&named, 2, tokens as u32).unwrap();
-            let write = SpanWrite {
-                rows,
-                tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
-                pages: &pages,
-                range_slot: 0,
-                centre: None,
-            };
-            quantize(&mut cpu, keys.elements(), values.elements(), write).unwrap();
-
-            let mut cuda = backend.create_store(shape, segment).unwrap();
-            block_on(backend.add_shard(&mut cuda, 2)).unwrap();
-            block_on(backend.reserve_ranges(&mut cuda, 1)).unwrap();
-            let upload = |tensor: &CpuTensor| block_on(backend.upload(tensor.elements())).unwrap();
-            let indices = block_on(backend.upload_indices(&named, 2, tokens as u32)).unwrap();
-            assert_eq!(block_on(backend.download_indices(&indices)).unwrap(), named);
-            let write = SpanWrite {
-                rows,
-                tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
-                pages: &pages,
-                range_slot: 0,
-                centre: None,
-            };
-            backend.quantize(&mut cuda, &upload(&keys), &upload(&values), write).unwrap();
-
-            for which in [KeyOrValue::Key, KeyOrValue::Value] {
-                for head in 0..2 {
-                    let format = segment.tensor(which);
-                    let (words, _) = cpu.tile_words(which, full_page, head).unwrap();
-                    let expected =
-                        TileOrder::DotProduct.convert(TileOrder::MmaFragment, which, format, head_dim, words).unwrap();
-                    let stored = cuda.tile_words(backend.stream(), which, full_page, head).unwrap();
-                    assert_eq!(stored, expected, "{which} {format} at {head_dim}, gathered {gathers}");
+    let of_head_dim = |head_dim| tile_formats(head_dim).into_iter().map(move |format| (head_dim, format));
+    let cases: Vec<(usize, SegmentFormat)> = HEAD_DIMS.into_iter().flat_map(of_head_dim).collect();
+    let next = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, usize::from).min(cases.len()) {
+            scope.spawn(|| {
+                // Calls of one stream share scratch memory, and wait for it while another compiles.
+                let own = backend.on_stream(backend.stream().context().new_stream().unwrap());
+                while let Some(&(head_dim, format)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    compare_tiles(&own, head_dim, format);
                 }
+            });
+        }
+    });
+}
+
+/// Formats of every width and kind of group.
+fn tile_formats(head_dim: usize) -> Vec<SegmentFormat> {
+    let value = TensorFormat::Codebook(CodebookFormat::turboquant(Bits::Three, head_dim));
+    let mut formats = vec![SegmentFormat::F16];
+    for bits in Bits::ALL {
+        let affine = |grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
+        formats
+            .extend([Grouping::Channel, Grouping::Token].map(|g| SegmentFormat { key: affine(g), value: affine(g) }));
+        if bits != Bits::Eight {
+            let key = TensorFormat::Codebook(CodebookFormat::turboquant_prod(bits, head_dim));
+            formats.push(SegmentFormat { key, value });
+        }
+    }
+    formats
+}
+
+/// The tiles of a run of tokens, and of tokens that each head names for itself.
+fn compare_tiles(backend: &Cuda, head_dim: usize, segment: SegmentFormat) {
+    let shape = AttentionShape::new(4, 2, head_dim).unwrap();
+    let tokens = 128 + 77;
+    let keys = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.37));
+    let values = CpuTensor::F32(rows(tokens * 2 * head_dim, 0.73));
+    // The fields of the second page that no token has are zero bits in both orders, which a flip makes different codes.
+    let pages = [1, 0].map(|index| Page { shard: 0, index });
+    let full_page = pages[0];
+    let rows = RowLayout::token_major(tokens, &shape);
+    let all = TokenRange::new(0, tokens).unwrap();
+    let named: Vec<u32> = (0..2 * tokens).map(|i| (i * 7919 % tokens) as u32).collect();
+    for gathers in [false, true] {
+        let mut cpu = CpuStore::new(shape, segment).unwrap();
+        cpu.add_shard(2).unwrap();
+        cpu.reserve_ranges(1).unwrap();
+        let indices = CpuIndices::new(&named, 2, tokens as u32).unwrap();
+        let write = SpanWrite {
+            rows,
+            tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
+            pages: &pages,
+            range_slot: 0,
+            centre: None,
+        };
+        quantize(&mut cpu, keys.elements(), values.elements(), write).unwrap();
+
+        let mut cuda = backend.create_store(shape, segment).unwrap();
+        block_on(backend.add_shard(&mut cuda, 2)).unwrap();
+        block_on(backend.reserve_ranges(&mut cuda, 1)).unwrap();
+        let upload = |tensor: &CpuTensor| block_on(backend.upload(tensor.elements())).unwrap();
+        let indices = block_on(backend.upload_indices(&named, 2, tokens as u32)).unwrap();
+        assert_eq!(block_on(backend.download_indices(&indices)).unwrap(), named);
+        let write = SpanWrite {
+            rows,
+            tokens: if gathers { Rows::Gather(&indices) } else { all.into() },
+            pages: &pages,
+            range_slot: 0,
+            centre: None,
+        };
+        backend.quantize(&mut cuda, &upload(&keys), &upload(&values), write).unwrap();
+
+        for which in [KeyOrValue::Key, KeyOrValue::Value] {
+            for head in 0..2 {
+                let format = segment.tensor(which);
+                let (words, _) = cpu.tile_words(which, full_page, head).unwrap();
+                let expected =
+                    TileOrder::DotProduct.convert(TileOrder::MmaFragment, which, format, head_dim, words).unwrap();
+                let stored = cuda.tile_words(backend.stream(), which, full_page, head).unwrap();
+                assert_eq!(stored, expected, "{which} {format} at {head_dim}, gathered {gathers}");
             }
         }
     }

@@ -6,5 +6,6 @@ mod cache;
 mod compress;
 mod device;
 mod model_step;
+mod prompt_parts;
 mod query_runs;
 mod step_states;

@@ -4,9 +4,9 @@
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use kvpack::backend::{Device, QueryPrecision};
-use kvpack::cache::{ModelCache, StoreRoom, TokenRun};
+use kvpack::cache::{ModelCache, Recipe, StoreRoom, TokenRun};
 use kvpack::cpu::{Cpu, nmse};
-use kvpack::plan::{ElementType, RowLayout};
+use kvpack::plan::{ElementType, LayerAttention, RowLayout, Scoring};
 use kvpack::policy::Policy;
 use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
 use kvpack::{AttentionShape, Error};
@@ -35,7 +35,10 @@ impl Engine {
     }
 
     fn with_rows(backend: Wgpu, recipe: &str, rows: usize) -> Self {
-        let recipe = model_steps::recipe(recipe);
+        Self::of_recipe(backend, model_steps::recipe(recipe), rows)
+    }
+
+    fn of_recipe(backend: Wgpu, recipe: Recipe, rows: usize) -> Self {
         let of_layer = |_| {
             let zeroed = |elements| Tensor::zeroed(backend.device(), elements, ElementType::F32).unwrap();
             let [keys, values, queries, output] = model_steps::elements_of(rows).map(zeroed);
@@ -122,9 +125,13 @@ pub fn made(device: &wgpu::Device) -> [isize; 5] {
 #[test]
 fn steps_are_bound_once_and_only_encoded() {
     // Every test counts what its own device makes.
-    for recipe in RECIPES {
+    let scoring = Scoring::of(&model_steps::shape()).with_soft_cap(30.0).unwrap();
+    let local = LayerAttention::default().with_window(60).with_scoring(scoring);
+    let all = RECIPES.map(|recipe| (recipe, LayerAttention::default()));
+    for (recipe, attention) in all.into_iter().chain(["f16", "calibquant:2"].map(|recipe| (recipe, local.clone()))) {
         let alone = alone();
-        let mut engine = Engine::new(alone.backend.clone(), recipe);
+        let of = model_steps::recipe(recipe).with_attention(attention);
+        let mut engine = Engine::of_recipe(alone.backend.clone(), of, ROWS);
         let kind = engine.cache.step_kind(0).unwrap();
         block_on(engine.steps.prepare(kind)).unwrap();
         block_on(engine.steps.prepare_chunks(kind, ROWS)).unwrap();

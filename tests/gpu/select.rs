@@ -1,11 +1,12 @@
 //! The kernels that measure and select, on a GPU, against their CPU references.
 
-use kvpack::backend::{AttentionStates, Device};
+use kvpack::backend::{AttentionStates, Device, TokenSelection};
 use kvpack::cpu::{self, DenseRows, KeptTokens, attention_column_stats, attention_row_stats};
 use kvpack::format::{Direction, Rotation};
 use kvpack::plan::{ElementType, Elements, IndexShape, RowLayout, TokenRange};
 use kvpack::policy::{
-    ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, RowStatsSource, StatsRequest, evicted,
+    ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, RowStatsSource, ScoreRequest, ScoreRule, Spans,
+    StatsRequest, TextRule, Weighing, evicted,
 };
 use kvpack::wgpu::{
     AttentionStats, AttentionStatsPlan, Capabilities, ChunkSimilarityPlan, EvictedPlan, GatherPlan, HadamardPlan,
@@ -31,6 +32,12 @@ fn run(backend: &Wgpu, launches: &Launches) {
 fn upload(backend: &Wgpu, elements: &[f32], element_type: ElementType) -> Tensor {
     let tensor = cpu::CpuTensor::from_f32(elements.to_vec(), element_type);
     block_on(backend.upload(tensor.elements())).unwrap()
+}
+
+/// A view that begins one element after its tensor, as those of engines do.
+fn view(backend: &Wgpu, elements: &[f32], element_type: ElementType) -> Tensor {
+    let shifted = [&[9.0], elements].concat();
+    upload(backend, &shifted, element_type).slice(1, elements.len()).unwrap()
 }
 
 fn download(backend: &Wgpu, tensor: &Tensor) -> Vec<f32> {
@@ -80,7 +87,7 @@ fn statistics_are_those_of_the_cpu() {
     let backend = shared();
     for (i, case) in cases().iter().enumerate() {
         let [query_type, key_type] = types(i);
-        let (queries, keys) = (upload(&backend, &case.queries, query_type), upload(&backend, &case.keys, key_type));
+        let (queries, keys) = (view(&backend, &case.queries, query_type), view(&backend, &case.keys, key_type));
         let all = TokenRange::new(0, case.rows.tokens()).unwrap();
         let input = case.input();
         let rows = attention_row_stats(&input, all).unwrap();
@@ -258,7 +265,7 @@ fn evicted_tokens_merge_as_on_the_cpu() {
         let merging = [Merging::Averaged, Merging::Pivotal, Merging::Weighted][i % 3];
         let [key_type, value_type] = types(i);
         let values: Vec<f32> = case.keys.iter().rev().copied().collect();
-        let (keys_on, values_on) = (upload(&backend, &case.keys, key_type), upload(&backend, &values, value_type));
+        let (keys_on, values_on) = (view(&backend, &case.keys, key_type), view(&backend, &values, value_type));
         let plan = MergePlan::new(&case.shape, case.key_layout, [k, gone.len() / heads], merging).unwrap();
         let (kept_on, gone_on) = (indices(&backend, &kept, heads, tokens), indices(&backend, &gone, heads, tokens));
         let bound = plan.bind(kernels(&backend), [&keys_on, &values_on], &kept_on, &gone_on).unwrap();
@@ -315,6 +322,20 @@ fn the_first_of_equal_keys_is_nearest() {
     ));
 }
 
+/// Sums that begin within a tensor.
+#[test]
+fn sums_of_a_view_are_scored() {
+    let backend = shared();
+    let sums: Vec<f32> = (0..2 * 40).map(|i| (i * 7 % 23) as f32).collect();
+    let (rows, spans) = (QueryPositions::last(40, 40).unwrap(), Spans::new(40, &[]).unwrap());
+    let scores = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::MeanOfVisible, pooling: None };
+    let request = ScoreRequest { rows: &rows, spans: &spans, scores, text: TextRule::Equal, recent: 0 };
+    let on_device = view(&backend, &sums, ElementType::F32);
+    let got = backend.token_scores(&on_device, 2, &request).unwrap();
+    let (want, _) = cpu::token_scores(&sums, 2, &request).unwrap();
+    close("scores", &download(&backend, &got.scores), &want, 1e-6);
+}
+
 #[test]
 fn chunks_are_compared_and_reordered_as_on_the_cpu() {
     let backend = shared();
@@ -327,7 +348,7 @@ fn chunks_are_compared_and_reordered_as_on_the_cpu() {
         chunks[..width].fill(0.0);
         let [query_type, chunk_type] = types(i);
         let plan = ChunkSimilarityPlan::new(width, count).unwrap();
-        let (query_on, chunks_on) = (upload(&backend, &query, query_type), upload(&backend, &chunks, chunk_type));
+        let (query_on, chunks_on) = (view(&backend, &query, query_type), view(&backend, &chunks, chunk_type));
         let similarities = zeroed(&backend, count, ElementType::F32);
         run(&backend, &plan.bind(kernels(&backend), &query_on, &chunks_on, &similarities).unwrap());
         let want = cpu::chunk_similarity(&query, &chunks).unwrap();

@@ -132,15 +132,21 @@ fn matrix_variants() -> Vec<Variant> {
 /// Long runs of queries on the same device, beside a short one.
 fn run_variants(capabilities: &Capabilities) -> Vec<Variant> {
     let affine = |grouping| TensorFormat::Affine(AffineFormat::new(Bits::Four, grouping));
-    let formats = [
-        SegmentFormat::F16,
-        SegmentFormat::per_channel(Bits::Four),
-        SegmentFormat::saw_int4(),
-        SegmentFormat { key: affine(Grouping::Token), value: affine(Grouping::Channel) },
-    ];
+    let formats = |head_dim| {
+        [
+            SegmentFormat::F16,
+            SegmentFormat::per_channel(Bits::Four),
+            SegmentFormat::saw_int4(),
+            SegmentFormat { key: affine(Grouping::Token), value: affine(Grouping::Channel) },
+            SegmentFormat::turboquant(Bits::Four, head_dim),
+            SegmentFormat { key: affine(Grouping::ChannelTokens(32)), value: affine(Grouping::TokenChannels(32)) },
+            SegmentFormat { key: affine(Grouping::TokenChannels(32)), value: affine(Grouping::ChannelTokens(64)) },
+        ]
+    };
     let mut found = Vec::new();
-    for (turn, format) in formats.into_iter().cycle().take(12).enumerate() {
-        let (group, head_dim) = [(4, 128), (3, 96), (1, 64)][turn / 4];
+    let shapes = [(4, 128), (3, 96), (1, 64), (4, 256)];
+    let all = shapes.into_iter().flat_map(|shape| formats(shape.1).map(|format| (shape, format)));
+    for (turn, ((group, head_dim), format)) in all.enumerate() {
         let shape = AttentionShape::new(2 * group, 2, head_dim).unwrap();
         let pages = [0; 5].map(|index| Page { shard: 0, index });
         let spans = [0, 1].map(|sequence| SpanView {
@@ -158,8 +164,11 @@ fn run_variants(capabilities: &Capabilities) -> Vec<Variant> {
         let variants = variants.unwrap().variants();
         let kernels: Vec<&str> = variants.iter().map(Variant::kernel).collect();
         let (kernels, rotated) = (kernels.as_slice(), format.key.rotation().is_some());
-        let expected = ["prepare_query", "prepare_query", "attend", "attend_run", "merge_states"];
-        assert_eq!(kernels, &expected[usize::from(!rotated)..], "{format}");
+        let expected: &[&str] = match rotated {
+            true => &["prepare_query", "prepare_run_query", "attend", "attend_run", "merge_states"],
+            false => &["prepare_run_query", "attend", "attend_run", "merge_states"],
+        };
+        assert_eq!(kernels, expected, "{format}");
         found.extend(variants);
     }
     found

@@ -48,7 +48,7 @@ pub fn run(args: &CaptureArgs) -> Result<Outcome> {
     let model = Model::load(&args.model)?;
     let layers = layers(args, model.config.layers)?;
     let text = super::text(args.text.as_deref())?;
-    let tokens = model.tokenizer.encode(&text.content)?;
+    let tokens = model.tokenizer.encode_text(&text.content)?;
     if args.queries == 0 || args.queries > args.tokens {
         bail!("--queries {} of --tokens {}: from one query to as many as there are tokens", args.queries, args.tokens);
     }
@@ -102,7 +102,7 @@ impl<'a> Capture<'a> {
     fn new(model: &Model, layers: &[usize], args: &'a CaptureArgs) -> Self {
         Self {
             args,
-            exact: ExactAttention::new(model.config.attention, model.config.layers),
+            exact: ExactAttention::new(&model.config),
             queries: layers.iter().map(|&layer| (layer, Vec::new())).collect(),
             seen: HashMap::new(),
         }

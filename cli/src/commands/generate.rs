@@ -109,7 +109,7 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     if !args.verify {
         return Ok(Outcome::Passed);
     }
-    let mut exact = ExactAttention::new(model.config.attention, model.config.layers);
+    let mut exact = ExactAttention::new(&model.config);
     let start = Instant::now();
     let stream = read(model, &mut exact, &prompt)?;
     let prompt = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
@@ -129,18 +129,18 @@ impl Asked {
         let whole = |text: &str| if args.chat { model.tokenizer.chat(text) } else { Ok(text.to_owned()) };
         let encode = |text: &str| model.tokenizer.encode(text);
         let Some(prompt) = &args.prompt else {
-            let mut tokens = encode(&super::text(None)?.content)?;
+            let mut tokens = model.tokenizer.encode_text(&super::text(None)?.content)?;
             tokens.truncate(DEFAULT_PROMPT);
             return Ok(Self { tokens, context: None });
         };
         if args.context.is_none() {
-            return Ok(Self { tokens: encode(&whole(prompt)?)?, context: None });
+            return Ok(Self { tokens: model.tokenizer.encode_text(&whole(prompt)?)?, context: None });
         }
         // The context is cut into tokens by itself, so that its chunks are those of the text.
         let context = encode(&super::text(args.context.as_deref())?.content)?;
         let whole = whole(&format!("\n\n{prompt}"))?;
         let (before, after) = whole.split_at(whole.find("\n\n").unwrap_or(0));
-        let (before, after) = (encode(before)?, encode(after)?);
+        let (before, after) = (model.tokenizer.encode_text(before)?, encode(after)?);
         let range = TokenRange::new(before.len(), before.len() + context.len())?;
         Ok(Self { tokens: [before, context, after].concat(), context: Some(range) })
     }

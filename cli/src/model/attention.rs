@@ -4,6 +4,8 @@ use anyhow::Result;
 use candle_core::{D, DType, Device, Tensor};
 use kvpack::AttentionShape;
 
+use super::Config;
+
 /// The newest tokens of a sequence at one layer, after position encoding.
 pub struct Chunk {
     /// The layer.
@@ -30,14 +32,17 @@ pub trait Attention {
 #[derive(Clone)]
 pub struct ExactAttention {
     shape: AttentionShape,
+    /// Positions before its own that a query of each layer sees; none: all of them.
+    windows: Vec<Option<usize>>,
     /// Keys and values so far, `[kv_heads, tokens, head_dim]`.
     layers: Vec<Option<(Tensor, Tensor)>>,
 }
 
 impl ExactAttention {
-    /// An empty cache.
-    pub fn new(shape: AttentionShape, layers: usize) -> Self {
-        Self { shape, layers: vec![None; layers] }
+    /// An empty cache for a model.
+    pub fn new(config: &Config) -> Self {
+        let windows = (0..config.layers).map(|layer| config.layer_attention(layer).window()).collect();
+        Self { shape: config.attention, windows, layers: vec![None; config.layers] }
     }
 
     /// Keys and values of a layer, `[kv_heads, tokens, head_dim]`, if it holds any.
@@ -59,7 +64,11 @@ impl Attention for ExactAttention {
         let group = self.shape.group();
         let q = chunk.queries.transpose(0, 1)?.contiguous()?.reshape((heads / group, group * queries, head_dim))?;
         let scores = (q.matmul(&keys.transpose(1, 2)?)? / (head_dim as f64).sqrt())?;
-        let scores = scores.reshape((heads, queries, tokens))?.broadcast_add(&causal_mask(queries, tokens)?)?;
+        let scores = scores.reshape((heads, queries, tokens))?.broadcast_add(&causal_mask(
+            queries,
+            tokens,
+            self.windows[chunk.layer],
+        )?)?;
         let weights = softmax(&scores)?.reshape((heads / group, group * queries, tokens))?;
         let output = weights.matmul(&values)?.reshape((heads, queries, head_dim))?;
         self.layers[chunk.layer] = Some((keys, values));
@@ -67,10 +76,12 @@ impl Attention for ExactAttention {
     }
 }
 
-/// 0 where query i of the newest `queries` tokens sees token j, -∞ elsewhere.
-fn causal_mask(queries: usize, tokens: usize) -> candle_core::Result<Tensor> {
+/// 0 where query i of the newest `queries` tokens sees token j, -∞ elsewhere. It sees `left` tokens before its own, or
+/// all.
+fn causal_mask(queries: usize, tokens: usize, left: Option<usize>) -> candle_core::Result<Tensor> {
     let first = tokens - queries;
-    let seen = |i: usize, j: usize| if j <= first + i { 0f32 } else { f32::NEG_INFINITY };
+    let sees = |i: usize, j: usize| j <= first + i && left.is_none_or(|left| j + left >= first + i);
+    let seen = |i: usize, j: usize| if sees(i, j) { 0f32 } else { f32::NEG_INFINITY };
     let mask: Vec<f32> = (0..queries).flat_map(|i| (0..tokens).map(move |j| seen(i, j))).collect();
     Tensor::from_vec(mask, (queries, tokens), &Device::Cpu)
 }

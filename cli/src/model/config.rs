@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::quantized::gguf_file::Value;
 use kvpack::AttentionShape;
+use kvpack::plan::LayerAttention;
 
 use super::ModelError;
 
@@ -17,6 +18,26 @@ pub enum RopePairs {
     Neighbours,
     /// Elements i and i + head_dim / 2.
     Halves,
+}
+
+/// The function of a feed-forward layer's gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// x / (1 + e^-x), of Llama and Qwen.
+    Silu,
+    /// x · Φ(x), by its approximation with a tanh, of Gemma.
+    Gelu,
+}
+
+/// Layers with a sliding window, among others that see all.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LocalLayers {
+    /// Positions before a query's own that it sees.
+    pub left: usize,
+    /// The last of so many layers sees all.
+    pub every: usize,
+    /// Base of the rotation frequencies in local layers.
+    pub rope_base: f32,
 }
 
 /// The shape of a model.
@@ -40,6 +61,12 @@ pub struct Config {
     pub rope_base: f32,
     /// Which elements rotate together.
     pub rope_pairs: RopePairs,
+    /// The function of the gates.
+    pub activation: Activation,
+    /// What embeddings are multiplied with.
+    pub embedding_scale: f64,
+    /// Layers with a sliding window, if the model has any.
+    pub local: Option<LocalLayers>,
 }
 
 impl Config {
@@ -51,7 +78,7 @@ impl Config {
         let architecture = string(metadata, "general.architecture")?;
         let rope_pairs = match architecture {
             "llama" => RopePairs::Neighbours,
-            "qwen2" => RopePairs::Halves,
+            "qwen2" | GEMMA => RopePairs::Halves,
             other => return Err(ModelError::Architecture { given: other.into() }),
         };
         let key = |name: &str| format!("{architecture}.{name}");
@@ -81,7 +108,18 @@ impl Config {
             0 => Err(wrong(&key(name), &"it is 0, a model has at least one")),
             number => Ok(number),
         };
+        let is_gemma = architecture == GEMMA;
+        let local = match or("attention.sliding_window", 0)? {
+            seen if seen > 1 && is_gemma => Some(LocalLayers { left: seen - 1, every: 6, rope_base: 10_000.0 }),
+            0 => None,
+            _ => {
+                return Err(ModelError::Variant { what: format!("sliding windows in a model of kind {architecture}") });
+            }
+        };
         Ok(Self {
+            activation: if is_gemma { Activation::Gelu } else { Activation::Silu },
+            embedding_scale: if is_gemma { (width as f64).sqrt() } else { 1.0 },
+            local,
             name: string(metadata, "general.name").unwrap_or("unnamed").into(),
             layers: at_least_one("block_count")?,
             width: at_least_one("embedding_length")?,
@@ -96,6 +134,20 @@ impl Config {
             },
             rope_pairs,
         })
+    }
+}
+
+/// The Gemma 3 family: norms behind attention and feed-forward, of queries and of keys, and five local layers before
+/// each that sees all.
+const GEMMA: &str = "gemma3";
+
+impl Config {
+    /// What a layer sees.
+    pub fn layer_attention(&self, layer: usize) -> LayerAttention {
+        match self.local.filter(|local| !(layer + 1).is_multiple_of(local.every)) {
+            Some(local) => LayerAttention::default().with_window(local.left),
+            None => LayerAttention::default(),
+        }
     }
 }
 

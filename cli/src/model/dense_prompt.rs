@@ -19,7 +19,7 @@ pub struct DensePrompt {
 impl DensePrompt {
     /// A prompt of which nothing was read.
     pub fn new(config: &Config) -> Self {
-        let exact = ExactAttention::new(config.attention, config.layers);
+        let exact = ExactAttention::new(config);
         Self { exact, queries: vec![Vec::new(); config.layers], tokens: 0 }
     }
 

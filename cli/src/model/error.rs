@@ -30,7 +30,7 @@ pub enum ModelError {
     },
 
     /// An architecture that the forward pass does not implement.
-    #[error("the model's architecture is '{given}'; llama and qwen2 are implemented")]
+    #[error("the model's architecture is '{given}'; llama, qwen2 and gemma3 are implemented")]
     Architecture {
         /// The architecture.
         given: String,

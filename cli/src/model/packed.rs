@@ -41,7 +41,10 @@ impl<B: Backend + Clone> PackedAttention<B> {
         if let Some(layer) = recipe.highest_layer().filter(|&layer| layer >= config.layers) {
             return Err(ModelError::Layer { recipe: recipe.to_string(), layer, layers: config.layers }.into());
         }
-        let layer = |layer| (config.attention, recipe.layer(layer, &config.attention));
+        let layer = |layer| {
+            let of_layer = recipe.layer(layer, &config.attention).with_attention(config.layer_attention(layer));
+            (config.attention, of_layer)
+        };
         let layers: Vec<_> = (0..config.layers).map(layer).collect();
         let again = recipe.every().zip(recipe.policy());
         let again = again.map(|(every, policy)| Recompression::new(every, policy.clone(), config.layers));

@@ -1,4 +1,4 @@
-//! The forward pass of a Llama-family transformer.
+//! The forward pass of transformers of the Llama, Qwen2 and Gemma 3 families.
 
 use std::io::{BufReader, Read, Seek};
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use candle_core::{D, Device, Tensor};
 
-use super::config::RopePairs;
+use super::config::{Activation, RopePairs};
 use super::weights::{Linear, Weights};
 use super::{Attention, Chunk, Config, ModelError, Tokenizer};
 use crate::files;
@@ -24,6 +24,8 @@ pub struct Model {
     output: Linear,
     /// Radians that each of the `head_dim / 2` pairs turns by from one position to the next.
     frequencies: Vec<f32>,
+    /// Those of local layers.
+    local_frequencies: Option<Vec<f32>>,
 }
 
 /// Cosine and sine of the positions of a chunk, `[tokens, 1, head_dim / 2]`.
@@ -37,8 +39,14 @@ struct Layer {
     query: Linear,
     key: Linear,
     value: Linear,
+    /// Norms of the rows of queries and of keys, before they are rotated.
+    query_norm: Option<Tensor>,
+    key_norm: Option<Tensor>,
     attention_output: Linear,
+    /// Norms of what attention and feed-forward add to the stream.
+    attention_output_norm: Option<Tensor>,
     feed_forward_norm: Tensor,
+    feed_forward_output_norm: Option<Tensor>,
     gate: Linear,
     up: Linear,
     down: Linear,
@@ -73,8 +81,9 @@ impl Model {
             true => weights.linear("output", width, vocabulary)?,
             false => Linear::new(embedding.clone(), None),
         };
+        let local_frequencies = config.local.map(|local| turns(local.rope_base, config.attention.head_dim()));
         let frequencies = frequencies(&mut weights, &config)?;
-        Ok(Self { config, tokenizer, embedding, layers, output_norm, output, frequencies })
+        Ok(Self { config, tokenizer, embedding, layers, output_norm, output, frequencies, local_frequencies })
     }
 
     /// Checks that so many tokens fit the context.
@@ -94,14 +103,20 @@ impl Model {
     /// [`ModelError::Context`] beyond the context, and what attention says.
     pub fn forward(&self, tokens: &[u32], position: usize, attention: &mut dyn Attention) -> Result<Tensor> {
         self.check_context(position + tokens.len())?;
-        let mut stream = self.embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
-        let rotation = self.rotation(position, tokens.len())?;
+        let embedded = self.embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        let mut stream = (embedded * self.config.embedding_scale)?;
+        let rotation = Rotation::new(&self.frequencies, position, tokens.len())?;
+        let local = self.local_frequencies.as_ref();
+        let local = local.map(|frequencies| Rotation::new(frequencies, position, tokens.len())).transpose()?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let chunk = layer.chunk(&self.norm(&stream, &layer.attention_norm)?, index, &self.config, &rotation)?;
+            let is_local = self.config.layer_attention(index).window().is_some();
+            let rotation = local.as_ref().filter(|_| is_local).unwrap_or(&rotation);
+            let chunk = self.chunk(&self.norm(&stream, &layer.attention_norm)?, (index, layer), rotation)?;
             let attended = layer.attention_output.forward(&attention.attend(&chunk)?)?;
-            stream = (stream + attended)?;
-            let fed = layer.feed_forward(&self.norm(&stream, &layer.feed_forward_norm)?)?;
-            stream = (stream + fed)?;
+            stream = (stream + self.normed(attended, &layer.attention_output_norm)?)?;
+            let fed = self.norm(&stream, &layer.feed_forward_norm)?;
+            let fed = layer.feed_forward(&fed, self.config.activation)?;
+            stream = (stream + self.normed(fed, &layer.feed_forward_output_norm)?)?;
         }
         Ok(stream)
     }
@@ -117,15 +132,36 @@ impl Model {
         x.broadcast_div(&(mean_square + self.config.norm_epsilon)?.sqrt()?)?.broadcast_mul(weight)
     }
 
-    fn rotation(&self, position: usize, tokens: usize) -> candle_core::Result<Rotation> {
-        let angles = (position..position + tokens)
-            .flat_map(|position| self.frequencies.iter().map(move |frequency| position as f32 * frequency));
-        let angles = Tensor::from_vec(angles.collect(), (tokens, 1, self.frequencies.len()), &Device::Cpu)?;
-        Ok(Rotation { cos: angles.cos()?, sin: angles.sin()? })
+    /// The same where there is a weight.
+    fn normed(&self, x: Tensor, weight: &Option<Tensor>) -> candle_core::Result<Tensor> {
+        weight.as_ref().map_or(Ok(x.clone()), |weight| self.norm(&x, weight))
+    }
+
+    /// Queries, keys and values of `[tokens, width]` in a layer, the former two normed and rotated.
+    fn chunk(&self, x: &Tensor, (index, layer): (usize, &Layer), rotation: &Rotation) -> candle_core::Result<Chunk> {
+        let (shape, pairs) = (&self.config.attention, self.config.rope_pairs);
+        let tokens = x.dim(0)?;
+        let heads = |linear: &Linear, count| linear.forward(x)?.reshape((tokens, count, shape.head_dim()));
+        let queries = self.normed(heads(&layer.query, shape.query_heads())?, &layer.query_norm)?;
+        let keys = self.normed(heads(&layer.key, shape.kv_heads())?, &layer.key_norm)?;
+        Ok(Chunk {
+            layer: index,
+            queries: rotation.apply(&queries, pairs)?,
+            keys: rotation.apply(&keys, pairs)?,
+            values: heads(&layer.value, shape.kv_heads())?,
+        })
     }
 }
 
 impl Rotation {
+    /// The rotation of the tokens at `position` and after it.
+    fn new(frequencies: &[f32], position: usize, tokens: usize) -> candle_core::Result<Self> {
+        let angles = (position..position + tokens)
+            .flat_map(|position| frequencies.iter().map(move |frequency| position as f32 * frequency));
+        let angles = Tensor::from_vec(angles.collect(), (tokens, 1, frequencies.len()), &Device::Cpu)?;
+        Ok(Self { cos: angles.cos()?, sin: angles.sin()? })
+    }
+
     /// Rotary position encoding of `[tokens, heads, head_dim]`.
     fn apply(&self, x: &Tensor, pairs: RopePairs) -> candle_core::Result<Tensor> {
         let (tokens, heads, head_dim) = x.dims3()?;
@@ -148,7 +184,18 @@ impl Layer {
         let queries = shape.query_heads() * shape.head_dim();
         let keys = shape.kv_heads() * shape.head_dim();
         let inner = config.feed_forward;
+        let mut norm = |part: &str, channels: usize| {
+            let name = name(&format!("{part}.weight"));
+            if weights.has(&name) { weights.tensor(&name, &[channels]).map(Some) } else { Ok(None) }
+        };
+        let [query_norm, key_norm] = [norm("attn_q_norm", shape.head_dim())?, norm("attn_k_norm", shape.head_dim())?];
+        let [after_attention, after_feed_forward] =
+            [norm("post_attention_norm", width)?, norm("post_ffw_norm", width)?];
         Ok(Self {
+            query_norm,
+            key_norm,
+            attention_output_norm: after_attention,
+            feed_forward_output_norm: after_feed_forward,
             attention_norm: weights.tensor(&name("attn_norm.weight"), &[width])?,
             query: weights.linear(&name("attn_q"), width, queries)?,
             key: weights.linear(&name("attn_k"), width, keys)?,
@@ -161,22 +208,14 @@ impl Layer {
         })
     }
 
-    /// Queries, keys and values of `[tokens, width]`, the former two rotated.
-    fn chunk(&self, x: &Tensor, layer: usize, config: &Config, rotation: &Rotation) -> candle_core::Result<Chunk> {
-        let shape = &config.attention;
-        let tokens = x.dim(0)?;
-        let heads = |linear: &Linear, count| linear.forward(x)?.reshape((tokens, count, shape.head_dim()));
-        Ok(Chunk {
-            layer,
-            queries: rotation.apply(&heads(&self.query, shape.query_heads())?, config.rope_pairs)?,
-            keys: rotation.apply(&heads(&self.key, shape.kv_heads())?, config.rope_pairs)?,
-            values: heads(&self.value, shape.kv_heads())?,
-        })
-    }
-
-    /// down(silu(gate x) · up x).
-    fn feed_forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.down.forward(&(self.gate.forward(x)?.silu()? * self.up.forward(x)?)?)
+    /// down(activation(gate x) · up x).
+    fn feed_forward(&self, x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
+        let gate = self.gate.forward(x)?;
+        let gate = match activation {
+            Activation::Silu => gate.silu()?,
+            Activation::Gelu => gate.gelu()?,
+        };
+        self.down.forward(&(gate * self.up.forward(x)?)?)
     }
 }
 
@@ -187,8 +226,14 @@ fn frequencies(weights: &mut Weights<impl Read + Seek>, config: &Config) -> Resu
         true => weights.tensor("rope_freqs.weight", &[half])?.to_vec1::<f32>()?,
         false => vec![1.0; half],
     };
-    let frequency = |i: usize| config.rope_base.powf(-(i as f32) / half as f32) / factors[i];
-    Ok((0..half).map(frequency).collect())
+    let turns = turns(config.rope_base, config.attention.head_dim());
+    Ok(turns.into_iter().zip(factors).map(|(frequency, factor)| frequency / factor).collect())
+}
+
+/// base^(-2i / head_dim).
+fn turns(base: f32, head_dim: usize) -> Vec<f32> {
+    let half = head_dim / 2;
+    (0..half).map(|i| base.powf(-(i as f32) / half as f32)).collect()
 }
 
 #[cfg(test)]

@@ -26,8 +26,8 @@ const BOUNDLESS: [&str; 2] = ["kivi:2+window=18446744073709551615", "calibquant:
 /// # Panics
 /// When a call that failed changed a length, a length is not what it should be, or attention is not that over
 /// the stored tokens.
-pub fn cache(bytes: &[u8]) {
-    let Some((&first, operations)) = bytes.split_first() else { return };
+pub fn cache(bytes: &[u8]) -> bool {
+    let Some((&first, operations)) = bytes.split_first() else { return false };
     let shape = AttentionShape::new(4, 2, 64).expect("a shape with kernels");
     let mut recipes = ModelRecipe::all();
     recipes.extend(BOUNDLESS.map(|text| text.parse().expect("a recipe")));
@@ -49,6 +49,7 @@ pub fn cache(bytes: &[u8]) {
         assert!(memory.allocated_bytes() <= MEMORY_LIMIT && memory.in_use_bytes() <= memory.allocated_bytes());
     }
     (0..SEQUENCES).filter(|&sequence| lengths[sequence] > 0).for_each(|sequence| attend(&cache, sequence));
+    true
 }
 
 /// Runs one operation; `lengths` become what they must be if it succeeds.

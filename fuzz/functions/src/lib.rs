@@ -1,7 +1,8 @@
 //! The fuzz targets as functions of bytes: `cargo fuzz run <name>` runs them under libFuzzer, and the test `corpus` of
 //! this package replays `fuzz/corpus` through them on stable Rust.
 //!
-//! Each may refuse what it is given, but panic only over a mistake of kvpack's.
+//! Each may refuse what it is given, but panic only over a mistake of kvpack's. It returns whether it took its input: a
+//! run that takes none has fuzzed nothing but the first check.
 
 mod cache;
 pub mod mutate;
@@ -15,8 +16,8 @@ use kvpack_cli::readers;
 
 pub use cache::cache;
 
-/// Something that takes any bytes.
-pub type Target = fn(&[u8]);
+/// Something that takes any bytes, and whether it took them.
+pub type Target = fn(&[u8]) -> bool;
 
 /// Every target by its name, which is that of its folder in the corpus.
 pub const TARGETS: [(&str, Target); 6] = [
@@ -37,27 +38,27 @@ pub fn read_sequence(bytes: &[u8]) {
 }
 
 /// The reader of dumps of keys, values and queries.
-pub fn dump(bytes: &[u8]) {
-    let _ = readers::dump(bytes);
+pub fn dump(bytes: &[u8]) -> bool {
+    readers::dump(bytes).is_ok()
 }
 
 /// The reader of golden files, and their ops on the CPU.
-pub fn golden(bytes: &[u8]) {
-    let _ = readers::golden(bytes);
+pub fn golden(bytes: &[u8]) -> bool {
+    readers::golden(bytes).is_ok()
 }
 
 /// The reader of GGUF models, and a forward pass of a few tokens.
-pub fn model(bytes: &[u8]) {
-    let _ = readers::model(bytes);
+pub fn model(bytes: &[u8]) -> bool {
+    readers::model(bytes).is_ok()
 }
 
 /// The grammar of recipes: what it takes can be printed, read again, and made a cache of or refused.
 ///
 /// # Panics
 /// When a recipe does not come back.
-pub fn recipe(bytes: &[u8]) {
-    let Ok(text) = str::from_utf8(bytes) else { return };
-    let Ok(recipe) = text.parse::<ModelRecipe>() else { return };
+pub fn recipe(bytes: &[u8]) -> bool {
+    let Ok(text) = str::from_utf8(bytes) else { return false };
+    let Ok(recipe) = text.parse::<ModelRecipe>() else { return false };
     let again: ModelRecipe = recipe.to_string().parse().expect("a printed recipe is one");
     assert_eq!(again.highest_layer(), recipe.highest_layer(), "{text}");
     for head_dim in HEAD_DIMS {
@@ -70,6 +71,7 @@ pub fn recipe(bytes: &[u8]) {
             assert_eq!(made.is_ok(), fit && packs_what_it_may(&of_layer), "{text}");
         }
     }
+    true
 }
 
 /// True unless single tokens are packed in a format whose ranges span several.

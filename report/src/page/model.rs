@@ -3,7 +3,7 @@
 use kvpack::TILE_TOKENS;
 
 use super::html::Html;
-use super::plot::{Plot, Point, Scale, Series, mark_front};
+use super::plot::{Plot, Point, Reference, Scale, Series, mark_front};
 use super::{Subject, by_family, megabytes, percent, run_in_words};
 use crate::family::{Family, Named};
 use crate::{ModelReport, RecipeRow};
@@ -41,6 +41,10 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, ModelReport>]) {
         let caption = "The whole cache at the end of the text, with windows and ranges. A ring marks what no other recipe \
                        beats in both. Numbers are the width of a code; the line goes through recipes without options.";
         plots.push((by_bytes(report, titled("KL divergence by size of the cache", name)), caption.to_owned()));
+        if let Some(plot) = by_perplexity(report, titled("Perplexity by size of the cache", name)) {
+            let caption = "Lower left is better. The dashed line is the perplexity with an f16 cache.";
+            plots.push((plot, caption.to_owned()));
+        }
         let caption = "Chunks of 128 tokens; the recipes that diverge least.";
         plots.push((by_position(report, titled("KL divergence by position in the text", name)), caption.to_owned()));
     }
@@ -113,6 +117,26 @@ fn by_bytes(report: &ModelReport, title: String) -> Plot {
     let mut series = by_family(report.rows.iter().filter_map(point).collect());
     mark_front(&mut series);
     Plot { title, x: "cache, MB".into(), y: "KL, nats".into(), y_scale: Scale::Logarithmic, series, ..Plot::default() }
+}
+
+/// Perplexity at the longest length beside that of the f16 cache; `None` where that was not measured.
+fn by_perplexity(report: &ModelReport, title: String) -> Option<Plot> {
+    let perplexity = |row: &RecipeRow| row.perplexities.last().copied().filter(|x| x.is_finite());
+    let f16 = report.rows.iter().find(|row| row.recipe == "f16").and_then(perplexity)?;
+    let point = |row: &RecipeRow| {
+        let named = Named::recipe(&row.recipe).filter(|named| named.family != Family::F16)?;
+        let (x, y) = (row.bytes as f64 / 1e6, perplexity(row)?);
+        let tip = format!("{}\nperplexity {y:.3}, f16 {f16:.3}\n{}", row.recipe, megabytes(row.bytes));
+        Some((named.family, Point { x, y, label: named.width.to_string(), tip, on_line: named.plain, front: false }))
+    };
+    let mut series = by_family(report.rows.iter().filter_map(point).collect());
+    mark_front(&mut series);
+    let sizes = || series.iter().flat_map(|series| series.points.iter().map(|point| point.x));
+    let (least, most) = (sizes().reduce(f64::min)?, sizes().reduce(f64::max)?);
+    let name = format!("f16: perplexity {f16:.2}");
+    let references = vec![Reference { name, dashed: true, points: vec![(least, f16), (most, f16)] }];
+    let (x, y) = ("cache, MB".into(), "perplexity".into());
+    Some(Plot { title, x, y, y_scale: Scale::Logarithmic, series, references, ..Plot::default() })
 }
 
 fn by_position(report: &ModelReport, title: String) -> Plot {

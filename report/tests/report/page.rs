@@ -129,6 +129,7 @@ fn a_page_shows_every_kind_of_report() {
         "is nearest to f16: KL",
         "KL divergence by size of the cache",
         "KL divergence by position in the text",
+        "Perplexity by size of the cache",
         "Of what keeps about 20 % of the prompt, vlcache:0.2 quotes nearest to full precision (KL 0.900), and vlcache:0.2",
         "A passage of the document, quoted",
         "Budgets of the layers",

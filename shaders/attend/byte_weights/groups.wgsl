@@ -8,6 +8,7 @@
 //
 // needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
 // gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
+// set by plans: VALUE_CENTRE
 
 // import block_max = attend/block_max/atomic.wgsl
 // import attend/value_ranges/groups.wgsl

@@ -1,9 +1,11 @@
 // Keys with a range per channel, which is folded into the query: halves are codes, counted from the middle.
 //
 // needs: Eight
-// gives: KeyWord, load_key, key_halves
+// gives: KEY_UNIT, KeyWord, load_key, key_halves
 
 // import attend/run_key_codes.wgsl
+
+const KEY_UNIT: f32 = 1f;
 
 alias KeyWord = vec2<u32>;
 

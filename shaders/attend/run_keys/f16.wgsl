@@ -1,8 +1,10 @@
 // Keys in f16.
 //
 // needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
-// gives: KeyWord, run_key_pages, load_key, key_halves
+// gives: KEY_UNIT, KeyWord, run_key_pages, load_key, key_halves
 // binds: 3 keys
+
+const KEY_UNIT: f32 = 1f;
 
 alias KeyWord = Eight;
 

@@ -1,6 +1,8 @@
 // Slot `run_keys`: eight neighbouring channels of a key, from memory to halves.
 //
 // Every choice has
+//   const KEY_UNIT: f32
+//     the factor of products with these halves
 //   alias KeyWord
 //     what is read of them
 //   fn run_key_pages() -> u32

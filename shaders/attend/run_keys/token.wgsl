@@ -1,10 +1,15 @@
-// Keys with a range per token: k = s c + m.
+// Keys with a range per token and group of channels, or one per token: k = s c + m.
 //
-// needs: Eight, TILE_TOKENS
-// gives: KeyWord, load_key, key_halves
+// needs: EIGHTS, Eight, TILE_TOKENS
+// gives: KEY_UNIT, KeyWord, load_key, key_halves
 // binds: 4 key_ranges
+// set by plans: KEY_CHANNEL_GROUPS
 
 // import attend/run_key_codes.wgsl
+
+// Groups of a row, of whole eights of channels.
+const KEY_CHANNEL_GROUPS: u32 = 1u;
+const KEY_UNIT: f32 = 1f;
 
 struct KeyWord {
     codes: vec2<u32>,
@@ -14,7 +19,8 @@ struct KeyWord {
 @group(0) @binding(4) var<storage, read> key_ranges: array<u32>;
 
 fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord {
-    return KeyWord(load_key_codes(tile_base, token, eight), key_ranges[tile_base * TILE_TOKENS + token]);
+    let group = tile_base * KEY_CHANNEL_GROUPS + eight * KEY_CHANNEL_GROUPS / EIGHTS;
+    return KeyWord(load_key_codes(tile_base, token, eight), key_ranges[group * TILE_TOKENS + token]);
 }
 
 fn key_halves(word: KeyWord, eight: u32) -> Eight {

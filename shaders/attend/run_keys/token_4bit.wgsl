@@ -1,10 +1,12 @@
 // Keys of 4 bits with a range per token: k = s c + m.
 //
 // needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
-// gives: KeyWord, run_key_pages, load_key, key_halves
+// gives: KEY_UNIT, KeyWord, run_key_pages, load_key, key_halves
 // binds: 3 keys, 4 key_ranges
 
 // import attend/four_bits.wgsl
+
+const KEY_UNIT: f32 = 1f;
 
 struct KeyWord {
     codes: u32,

@@ -1,10 +1,14 @@
-// Values with a range per token: v = s c + m.
+// Values with a range per token and group of channels, or one per token: v = s c + m.
 //
-// needs: Eight, Half4, TILE_TOKENS
+// needs: Eight, HEAD_DIM, Half4, TILE_TOKENS
 // gives: ValueWord, load_value, value_halves, run_output
 // binds: 6 value_ranges
+// set by plans: VALUE_CHANNEL_GROUPS
 
 // import attend/run_value_codes.wgsl
+
+// Groups of channels of a row.
+const VALUE_CHANNEL_GROUPS: u32 = 1u;
 
 struct ValueWord {
     codes: vec2<u32>,
@@ -18,9 +22,10 @@ struct ValueWord {
 fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
     var word: ValueWord;
     word.codes = load_value_codes(tile_base, vector, channel);
+    let group = tile_base * VALUE_CHANNEL_GROUPS + channel * VALUE_CHANNEL_GROUPS / HEAD_DIM;
     // unroll
     for (var i = 0u; i < 4u; i++) {
-        word.ranges[i] = value_ranges[tile_base * (TILE_TOKENS / 2u) + i * 16u + vector];
+        word.ranges[i] = value_ranges[group * (TILE_TOKENS / 2u) + i * 16u + vector];
     }
     return word;
 }

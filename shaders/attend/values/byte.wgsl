@@ -13,6 +13,7 @@
 //   enter_value_tile, keep, leave_value_tile, tile_bases
 // gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
 //   is_first_of_block, begin_values, store_bytes, add_values
+// set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
 
 // import attend/value_dots.wgsl
 

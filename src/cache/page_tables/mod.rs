@@ -5,13 +5,15 @@
 //! change no longer needs are released only when it is committed, so that nothing is lost if it is abandoned.
 
 mod parts;
+mod prompt_parts;
 mod prompts;
+mod sliding_window;
 
 use super::change::{Change, Undo};
 use super::room::{Lease, Room, SequencePages, StoreRoom};
 use super::sequence::{NextSlot, Positions, Sequence, Span, Window};
 use super::slots::Slots;
-use super::step::CentreWrite;
+use super::step::{CentreWrite, RunKind};
 use super::{Appended, CENTRE_TOKENS, PromptSpan, Recipe, StoreId, TokenRun};
 use crate::counts::TokenCount;
 use crate::format::TILE_TOKENS;
@@ -87,27 +89,36 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for run in runs {
             self.check_longer(run.sequence(), run.tokens())?;
-            let sequence = &self.sequences[run.sequence()];
-            let (mut from, length) = (sequence.length, sequence.length.saturating_add(run.tokens()));
-            // Tokens before the sink's end come first, then those after it. Only the first ones can meet an open page.
-            while from < length {
-                let window = self.window(from);
-                let end = self.window_end(from).min(length);
-                let first = if from == sequence.length { sequence.next_slot(window) } else { NextSlot::NewSpan };
-                let store = window.store();
-                let (open, copied) = match first {
-                    NextSlot::Open(page, slot) => (TILE_TOKENS - slot, usize::from(self.room(store).is_shared(page))),
-                    _ => (0, 0),
-                };
-                let pages = &mut needed[store.index()].pages;
-                *pages = pages.saturating_add((end - from).saturating_sub(open).div_ceil(TILE_TOKENS) + copied);
-                from = end;
+            if run.kind() == RunKind::Prompt {
+                self.add_room_for_part(&mut needed, run)?;
+                continue;
             }
-            if let (true, Some((to, _))) = (run.packs(), self.window_to_pack(run.sequence(), 1)) {
+            self.add_room_for_tokens(&mut needed, run.sequence(), run.tokens());
+            if let (RunKind::Decode, Some((to, _))) = (run.kind(), self.window_to_pack(run.sequence(), 1)) {
                 needed[to.index()].pages += 1;
             }
         }
         Ok(needed)
+    }
+
+    /// Adds the room that tokens need where appended tokens lie.
+    fn add_room_for_tokens(&self, needed: &mut [StoreRoom], sequence: usize, tokens: usize) {
+        let sequence = &self.sequences[sequence];
+        let (mut from, length) = (sequence.length, sequence.length.saturating_add(tokens));
+        // Tokens before the sink's end come first, then those after it. Only the first ones can meet an open page.
+        while from < length {
+            let window = self.window(from);
+            let end = self.window_end(from).min(length);
+            let first = if from == sequence.length { sequence.next_slot(window) } else { NextSlot::NewSpan };
+            let store = window.store();
+            let (open, copied) = match first {
+                NextSlot::Open(page, slot) => (TILE_TOKENS - slot, usize::from(self.room(store).is_shared(page))),
+                _ => (0, 0),
+            };
+            let pages = &mut needed[store.index()].pages;
+            *pages = pages.saturating_add((end - from).saturating_sub(open).div_ceil(TILE_TOKENS) + copied);
+            from = end;
+        }
     }
 
     /// Room that the spans of a prompt need, by store.
@@ -204,7 +215,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     // --- opening -----------------------------------------------------------------------------------------------------
 
     /// Appends runs of new tokens; their rows are contiguous. Decoding a token also packs the tile that it pushes out
-    /// of the residual window.
+    /// of the residual window, and a part of a prompt all windows that are due.
     ///
     /// # Errors
     /// Those of [`PageTables::room_for_append`], and [`Error::NoRoom`] when too little room is free. Nothing has
@@ -215,15 +226,24 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let mut change = Change::new(&self.recipe);
         let mut row = 0;
         for run in runs {
-            let packs = run.packs() && self.window_to_pack(run.sequence(), 1).is_some();
-            let first = self.first_changed(run.sequence(), packs);
+            self.release_behind_window(&mut change, run.sequence());
+            let packs = run.kind() == RunKind::Decode && self.window_to_pack(run.sequence(), 1).is_some();
+            let first = match run.kind() {
+                RunKind::Prompt => 0,
+                RunKind::Decode | RunKind::Chunk => self.first_changed(run.sequence(), packs),
+            };
             self.remember(&mut change, run.sequence(), first);
             if let Some(mean) = self.begin_centre(&mut change, run.sequence(), row, run.tokens())? {
                 change.writes.stores.iter_mut().for_each(|store| store.centres.push(mean));
             }
-            for _ in 0..run.tokens() {
+            let rows = row..row + run.tokens();
+            row = rows.end;
+            if run.kind() == RunKind::Prompt {
+                self.append_part(&mut change, run.sequence(), rows)?;
+                continue;
+            }
+            for row in rows {
                 self.append_token(&mut change, run.sequence(), row)?;
-                row += 1;
             }
             if packs {
                 self.pack_window(&mut change, run.sequence())?;
@@ -358,6 +378,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     /// Commits a change: its new state becomes permanent.
     pub(super) fn commit(&mut self, change: Change<I>) {
+        change.committed.into_iter().for_each(|(sequence, spans)| self.sequences[sequence].spans = spans);
         self.release(&change.freed);
     }
 
@@ -367,7 +388,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             let sequence = &mut self.sequences[undo.sequence];
             sequence.spans.truncate(undo.first);
             sequence.spans.extend(undo.spans);
-            sequence.length = undo.length;
+            (sequence.length, sequence.released) = (undo.length, undo.released);
         }
         for sequence in change.centres.iter().map(|centre| centre.sequence).chain(change.taken_centre) {
             self.release_centre(sequence);
@@ -414,6 +435,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             let reason = format!("sequence {sequence} cannot keep {length} tokens; it holds {held}");
             return Err(Error::Plan { what: "truncation", reason });
         }
+        self.check_window(sequence, length)?;
         self.sequences[sequence].check_cut(length)
     }
 
@@ -449,7 +471,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     fn remember(&self, change: &mut Change<I>, sequence: usize, first: usize) {
         let of = &self.sequences[sequence];
         let spans = of.spans[first..].to_vec();
-        change.undo.push(Undo { sequence, first, spans, length: of.length });
+        change.undo.push(Undo { sequence, first, spans, length: of.length, released: of.released });
     }
 
     /// The first span that appending to a sequence changes.

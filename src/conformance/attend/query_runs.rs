@@ -64,11 +64,23 @@ fn wide_runs() -> Vec<AttendCase> {
     let mut cases = vec![f16, sink, f16_sink, rotated, apart];
     // Eight neighbouring codes of one word, of two words, and of a part of one.
     let (eight, two) = (affine(Bits::Eight, Grouping::Token), affine(Bits::Two, Grouping::Token));
+    let groups = SegmentFormat {
+        key: affine(Bits::Four, Grouping::TokenChannels(16)),
+        value: affine(Bits::Eight, Grouping::ChannelTokens(64)),
+    };
     for (name, group, head_dim, format) in [
         ("8bit-2bit", 4, 128, SegmentFormat { key: eight, value: SegmentFormat::per_channel(Bits::Two).value }),
         ("2bit-8bit", 2, 96, SegmentFormat { key: SegmentFormat::per_channel(Bits::Two).key, value: eight }),
         ("1bit", 3, 96, SegmentFormat::per_channel(Bits::One)),
         ("tokens-2bit", 1, 64, both(two)),
+        // Levels of every width, ranges of groups of tokens and of channels, and heads of 256 channels.
+        ("turboquant-4bit", 4, 128, SegmentFormat::turboquant(Bits::Four, 128)),
+        ("turboquant-1bit", 2, 64, SegmentFormat::turboquant(Bits::One, 64)),
+        ("turboquant-d256", 4, 256, SegmentFormat::turboquant(Bits::Two, 256)),
+        ("kivi", 4, 128, kivi()),
+        ("groups-d256", 2, 256, groups),
+        ("f16-d256", 4, 256, SegmentFormat::F16),
+        ("saw-d256", 8, 256, SegmentFormat::saw_int4()),
     ] {
         let mut wide = ragged(&format!("runs-wide-{name}"), group, head_dim, format);
         wide.queries = Queries::Runs(vec![QueryRun::causal(0, 150), QueryRun::decode(1), all(2, 43)]);

@@ -18,6 +18,9 @@ pub enum EvictionKeys {
     Random,
     /// All equal except the last, which is zeros: everything ties.
     Equal,
+    /// Evicted ones point away from all kept ones, so that what is not there would be nearer than any. In the last KV
+    /// head the last kept key is zeros, and nearest to all.
+    Opposite,
 }
 
 /// A case of eviction: the kept tokens are gathered, the evicted ones merged into them.
@@ -59,6 +62,7 @@ pub fn eviction_cases() -> Vec<EvictionCase> {
         ("equal-keys", 64, 40, 20, Averaged, [F32, F32]),
         ("keep-600", 128, 2500, 600, Pivotal, [F16, F16]),
         ("all-into-one", 64, 1500, 300, Weighted, [F16, Bf16]),
+        ("opposite-keys", 64, 40, 21, Averaged, [F32, F32]),
     ];
     let orders = [RowOrder::TokenMajor, RowOrder::HeadMajor];
     let case = |(i, (name, head_dim, tokens, kept, merging, elements)): (usize, (&str, _, _, _, _, _))| EvictionCase {
@@ -67,11 +71,15 @@ pub fn eviction_cases() -> Vec<EvictionCase> {
         tokens,
         kept,
         merging,
-        keys: if matches!(name, "equal-keys" | "all-into-one") { EvictionKeys::Equal } else { EvictionKeys::Random },
+        keys: match name {
+            "equal-keys" | "all-into-one" => EvictionKeys::Equal,
+            "opposite-keys" => EvictionKeys::Opposite,
+            _ => EvictionKeys::Random,
+        },
         elements,
         order: orders[i % 2],
         seed: 5000 + i as u64,
-        quick: matches!(name, "keep-20-percent" | "budget-100" | "equal-keys"),
+        quick: matches!(name, "keep-20-percent" | "budget-100" | "equal-keys" | "opposite-keys"),
     };
     sizes.into_iter().enumerate().map(case).collect()
 }
@@ -84,11 +92,11 @@ impl EvictionCase {
         }
     }
 
-    /// Tokens spread over the context, different for each KV head. If keys are equal, the first ones.
+    /// Tokens spread over the context, different for each KV head. If keys are not random, the first ones.
     fn kept_tokens(&self) -> Vec<u32> {
         let heads = 0..self.shape.kv_heads();
         let token = |head: usize, i: usize| match self.keys {
-            EvictionKeys::Equal => i,
+            EvictionKeys::Equal | EvictionKeys::Opposite => i,
             EvictionKeys::Random => (i * self.tokens + head % self.tokens) / self.kept,
         };
         heads.flat_map(|head| (0..self.kept).map(move |i| (token(head, i)).min(self.tokens - 1) as u32)).collect()
@@ -103,6 +111,19 @@ impl EvictionCase {
             for head in 0..self.shape.kv_heads() {
                 keys[self.layout().row(self.tokens - 1, head)..][..head_dim].fill(0.0);
             }
+        }
+        if self.keys == EvictionKeys::Opposite {
+            for (token, head) in (0..self.tokens).flat_map(|token| (0..self.shape.kv_heads()).map(move |h| (token, h)))
+            {
+                let key = &mut keys[self.layout().row(token, head)..][..head_dim];
+                let is_kept = token < self.kept;
+                // The channel that is small in one kept key and large in some evicted ones, which are nearest to that key.
+                let channel = if is_kept { token } else { (7 * token + head) % self.kept };
+                key.fill(if is_kept { 1.0 } else { -1.0 });
+                key[channel] *= if is_kept { 0.25 } else { 4.0 };
+            }
+            let zeros = self.layout().row(self.kept - 1, self.shape.kv_heads() - 1);
+            keys[zeros..][..head_dim].fill(0.0);
         }
         let values = exact_numbers(elements, self.seed + 100);
         [CpuTensor::from_f32(keys, self.elements[0]), CpuTensor::from_f32(values, self.elements[1])]
@@ -175,10 +196,11 @@ fn dense(tensor: &CpuTensor, layout: RowLayout) -> DenseRows<'_> {
 }
 
 /// Evicted tokens whose nearest kept token differs from the reference's. Where sums are rounded, another key of the
-/// same similarity may win, in up to one of two hundred cases. Where keys are equal, the first must win.
+/// same similarity may win, in up to one of two hundred cases. Where keys are equal, the first must win, and among
+/// opposite ones one is clearly nearest.
 fn wrong_choice(case: &EvictionCase, got: &[Nearest], want: &[Nearest]) -> Option<Failure> {
     let allowed = match case.keys {
-        EvictionKeys::Equal => 0,
+        EvictionKeys::Equal | EvictionKeys::Opposite => 0,
         EvictionKeys::Random => want.len() / 200,
     };
     if let Some(failure) = Failure::of_length("nearest kept tokens", got.len(), want.len()) {

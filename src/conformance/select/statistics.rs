@@ -32,7 +32,8 @@ pub struct StatisticsCase {
     pub aggregation: HeadAggregation,
     /// The threshold of counts.
     pub threshold: f32,
-    /// True where all scores are equal; otherwise the first token is a sink, 14 nats above the others.
+    /// True where all scores are equal; otherwise one token is a sink, 14 nats above the others: the first, or in the
+    /// order by heads one in the middle, which lies in a later part of the keys.
     pub equal_scores: bool,
     /// Seed of the data.
     pub seed: u64,
@@ -162,7 +163,8 @@ impl Rows {
             // All queries look for the sink in their first channel.
             queries.chunks_exact_mut(head_dim).for_each(|query| query[0] = 2.0);
             let sink = (7.0 * (head_dim as f32).sqrt()).floor();
-            (0..shape.kv_heads()).for_each(|head| keys[key_layout.row(0, head)] = sink);
+            let token = if case.order == RowOrder::HeadMajor { case.tokens / 2 } else { 0 };
+            (0..shape.kv_heads()).for_each(|head| keys[key_layout.row(token, head)] = sink);
             // f32 elements have digits that halves lack.
             if case.elements[0] == ElementType::F32 {
                 queries.iter_mut().for_each(|x| *x *= 1.0 + 1.0 / 4096.0);

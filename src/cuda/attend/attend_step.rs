@@ -6,7 +6,8 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
-use super::parts::{SegmentParts, are_many, few_queries, many_queries, query_blocks};
+use super::logits::{Logits, TokenMask};
+use super::parts::{SegmentParts, few_queries, least_rows, many_queries, query_blocks};
 use super::run_variant::RunVariant;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
 use super::segment::{PlannedLaunch, assign_states};
@@ -19,7 +20,7 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
 use crate::format::{AttentionShape, Calibration, KeyOrValue};
-use crate::plan::{AttendPlan, ElementType, QueryLayout, Scoring, StoreFormat};
+use crate::plan::{AttendPlan, ElementType, LayerAttention, QueryLayout, Scoring, StoreFormat};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -36,9 +37,9 @@ pub struct AttendTensors<'a> {
 /// A step in the form that the CUDA kernels run: decided from lengths alone, without using the device.
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
-/// items. Runs with 33 or more rows (of queries and query heads) share items of up to 256 rows, unless keys have
-/// sketches, scores are calibrated, or heads have more than 128 channels. Otherwise an item has as many queries as
-/// eight query heads hold.
+/// items. Runs with 33 or more rows (of queries and query heads), or 9 in f16, share items of up to 256 rows, unless
+/// keys have sketches, scores are calibrated, or heads of packed tensors have more than 128 channels. Otherwise an item
+/// has as many queries as eight query heads hold.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     pub(super) shape: AttentionShape,
@@ -59,9 +60,13 @@ pub struct AttendStep {
 pub(in crate::cuda) fn prepare(
     backend: &Cuda,
     shape: &AttentionShape,
-    stores: &[StoreFormat],
+    (stores, attention): (&[StoreFormat], &LayerAttention),
     longest: usize,
 ) -> Result<()> {
+    let scoring = attention.scoring().cloned().unwrap_or_else(|| Scoring::of(shape));
+    // Items that the window cuts, and items that it does not.
+    let masks = [Some(TokenMask::None), attention.window().map(|_| TokenMask::Window)];
+    let logits: Vec<Logits> = masks.into_iter().flatten().map(|mask| Logits::new(&scoring, mask)).collect();
     for StoreFormat { format, calibration } in stores {
         let pages = PageFormat::new(shape, format)?;
         // A query has extremes of its own.
@@ -71,13 +76,18 @@ pub(in crate::cuda) fn prepare(
         };
         for queries in 1..=queries {
             for variant in AttendVariant::all(pages, shape.group(), queries, backend.kernels().facts())? {
-                passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
+                for &logits in &logits {
+                    let variant = AttendVariant { logits, ..variant };
+                    passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
+                }
             }
         }
-        if calibration.is_none() && are_many(shape, longest) {
+        if calibration.is_none() && longest > 1 && many_queries(shape) > 1 {
             let rows = longest.min(many_queries(shape)) * shape.group();
             for variant in RunVariant::all(pages, rows, backend.kernels().facts()) {
-                variant.prepare(backend)?;
+                if variant.least_rows() <= rows {
+                    logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
+                }
             }
         }
     }
@@ -96,10 +106,11 @@ impl AttendStep {
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
         let shape = *plan.shape();
-        let blocks = query_blocks(facts, plan);
+        let least = least_rows(facts, plan);
+        let blocks = query_blocks(plan, least);
         let mut segments = Vec::new();
         for segment in plan.segments() {
-            for parts in SegmentParts::of(plan, segment, &blocks) {
+            for parts in SegmentParts::of(plan, segment, &blocks, least) {
                 segments.push(PlannedLaunch::new(facts, &shape, segment, parts, plan.scoring())?);
             }
         }
@@ -146,12 +157,35 @@ impl AttendStep {
     /// [`Error::OutOfMemory`]; errors from compiling kernels on first use.
     pub fn bind(&self, backend: &Cuda, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<BoundAttendStep> {
         self.check_tensors(tensors)?;
+        let scratch = AttendScratch::new(backend.stream(), &self.sizes(Sizing::Exact))?;
+        self.bind_with(backend, stores, tensors, &scratch)
+    }
+
+    /// Binds the step with the scratch that the calls of the backend share, and launches it.
+    ///
+    /// # Errors
+    /// As [`AttendStep::bind`] and [`BoundAttendStep::launch`].
+    pub(in crate::cuda) fn run(&self, backend: &Cuda, stores: &[&Store], tensors: AttendTensors<'_>) -> Result<()> {
+        self.check_tensors(tensors)?;
+        let shared = backend.attend_scratch();
+        let scratch = shared.of_sizes(backend.stream(), &self.sizes(Sizing::Exact))?;
+        let step = self.bind_with(backend, stores, tensors, &scratch)?;
+        let _queued_together = shared.lock();
+        step.launch()
+    }
+
+    fn bind_with(
+        &self,
+        backend: &Cuda,
+        stores: &[&Store],
+        tensors: AttendTensors<'_>,
+        scratch: &AttendScratch,
+    ) -> Result<BoundAttendStep> {
         let stream = backend.stream();
-        let scratch = AttendScratch::new(stream, &self.sizes(Sizing::Exact))?;
         let tables =
             |segment: &PlannedLaunch| segment.upload(stream, self.store_of(segment, stores)?, self.shape.query_heads());
         let tables = self.segments.iter().map(tables).collect::<Result<Vec<_>>>()?;
-        self.bind_to(backend, stores, tensors, &scratch, &tables)
+        self.bind_to(backend, stores, tensors, scratch, &tables)
     }
 
     /// Checks queries, output and log-sum-exps.

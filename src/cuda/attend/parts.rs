@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::logits::TokenMask;
-use super::run_variant::{BLOCK_ROWS, LEAST_ROWS, RunVariant};
+use super::run_variant::{DRAFT_ROWS, RunVariant, block_rows};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::format::{AttentionShape, TILE_TOKENS};
@@ -20,45 +20,54 @@ pub(super) const fn few_queries(shape: &AttentionShape) -> usize {
 
 /// Maximum number of queries of a run that a block of `attend_run` takes together; 1 if the kernel is not used.
 pub(super) const fn many_queries(shape: &AttentionShape) -> usize {
-    let queries = BLOCK_ROWS / shape.group();
+    let queries = block_rows(shape.head_dim()) / shape.group();
     if queries == 0 { 1 } else { queries }
 }
 
-/// Whether `queries` queries are enough for `attend_run`.
-pub(super) const fn are_many(shape: &AttentionShape, queries: usize) -> bool {
-    queries > 1 && many_queries(shape) > 1 && queries * shape.group() >= LEAST_ROWS
+/// Whether `queries` queries are enough for `attend_run`, which pays off from `least` rows on.
+pub(super) const fn are_many(shape: &AttentionShape, queries: usize, least: usize) -> bool {
+    queries > 1 && many_queries(shape) > 1 && queries * shape.group() >= least
 }
 
-/// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment, and the
-/// others in those of `attend`.
-pub(super) fn query_blocks(facts: &DeviceFacts, plan: &AttendPlan) -> Vec<Block> {
+/// Smallest number of rows that `attend_run` takes over all segments; none where it does not serve one of them. It does
+/// not compute extremes, and each query would need its own.
+pub(super) fn least_rows(facts: &DeviceFacts, plan: &AttendPlan) -> Option<usize> {
     let shape = plan.shape();
-    let few = blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
-    if !plan.runs().iter().any(|run| are_many(shape, run.run.queries) && run.moves_evenly())
-        || !plan.segments().iter().all(serves(shape, facts))
-    {
-        return few;
+    let of_segment = |segment: &StorePart| {
+        let pages = PageFormat::new(shape, segment.format()).ok().filter(|_| segment.calibration().is_none());
+        pages.and_then(|pages| RunVariant::new(pages, block_rows(shape.head_dim()), facts)).map(|run| run.least_rows())
+    };
+    plan.segments().iter().map(of_segment).try_fold(0, |most, least| least.map(|least| most.max(least)))
+}
+
+/// Whether as many queries have so few rows that they take a launch of their own, with smaller blocks.
+const fn is_draft(shape: &AttentionShape, queries: usize) -> bool {
+    queries * shape.group() <= DRAFT_ROWS
+}
+
+/// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment and takes
+/// `least` rows, and the others in those of `attend`.
+pub(super) fn query_blocks(plan: &AttendPlan, least: Option<usize>) -> Vec<Block> {
+    let shape = plan.shape();
+    let few = || blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
+    let Some(least) = least else { return few() };
+    let takes_many = |run: &PlannedRun| are_many(shape, run.run.queries, least) && run.moves_evenly();
+    if !plan.runs().iter().any(takes_many) {
+        return few();
     }
+    let few = if plan.runs().iter().all(takes_many) { Vec::new() } else { few() };
     let most = many_queries(shape);
     let of_run = |(run, planned): (usize, &PlannedRun)| {
         let queries = planned.run.queries;
-        if !are_many(shape, queries) || !planned.moves_evenly() {
-            return few.iter().filter(|block| block.run == run).copied().collect::<Vec<_>>();
+        if !takes_many(planned) {
+            let first = few.partition_point(|block| block.run < run);
+            return few[first..].iter().take_while(|block| block.run == run).copied().collect::<Vec<_>>();
         }
         let count = queries.div_ceil(most);
         let first = |block: usize| block * queries / count;
         (0..count).map(|at| Block { run, first: first(at), queries: first(at + 1) - first(at) }).collect()
     };
     plan.runs().iter().enumerate().flat_map(of_run).collect()
-}
-
-/// Whether `attend_run` supports a segment. It does not compute extremes, and each query would need its own.
-fn serves(shape: &AttentionShape, facts: &DeviceFacts) -> impl Fn(&StorePart) -> bool {
-    move |segment| {
-        let pages = PageFormat::new(shape, segment.format()).ok();
-        segment.calibration().is_none()
-            && pages.is_some_and(|pages| RunVariant::new(pages, BLOCK_ROWS, facts).is_some())
-    }
 }
 
 /// The queries of the items of a launch.
@@ -83,18 +92,20 @@ pub(super) struct SegmentParts {
 
 impl SegmentParts {
     /// The parts of blocks of many queries, of few, and of single queries. Empty ones are left out.
-    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block]) -> Vec<Self> {
+    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block], least: Option<usize>) -> Vec<Self> {
+        let is_many = |queries: usize| least.is_some_and(|least| are_many(plan.shape(), queries, least));
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-        let (mut many, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut many, mut drafts, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (mut windowed, mut trees) = (Vec::new(), Vec::new());
         let mut of_block = Vec::new();
         for (of_span, span) in segment.spans().iter().enumerate() {
             let of_run = first_block[span.run]..first_block[span.run + 1];
             let run = &plan.runs()[span.run];
             for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-                if are_many(plan.shape(), block.queries) {
-                    many.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
+                if is_many(block.queries) {
+                    let of_size = if is_draft(plan.shape(), block.queries) { &mut drafts } else { &mut many };
+                    of_size.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
                     continue;
                 }
                 block.add_parts(index, run, span, &mut of_block);
@@ -118,18 +129,16 @@ impl SegmentParts {
                 }
             }
         }
-        let most = |many: bool| {
-            let of =
-                blocks.iter().map(|block| block.queries).filter(|&queries| are_many(plan.shape(), queries) == many);
-            of.max().unwrap_or(1)
+        let most = |parts: &[(usize, Part)]| parts.iter().map(|(_, part)| part.queries).max().unwrap_or(1);
+        let mask = |parts: &[(usize, Part)]| {
+            let run = |span: usize| &plan.runs()[segment.spans()[span].run];
+            let has_windows = parts.iter().any(|&(span, _)| run(span).window_start(0).is_some());
+            if has_windows { TokenMask::Window } else { TokenMask::None }
         };
-        let has_windows = many
-            .iter()
-            .any(|(span, _): &(usize, Part)| plan.runs()[segment.spans()[*span].run].window_start(0).is_some());
-        let of_many = if has_windows { TokenMask::Window } else { TokenMask::None };
         let all = [
-            (ItemQueries::Many(most(true)), of_many, many),
-            (ItemQueries::Few(most(false)), TokenMask::None, few),
+            (ItemQueries::Many(most(&many)), mask(&many), many),
+            (ItemQueries::Many(most(&drafts)), mask(&drafts), drafts),
+            (ItemQueries::Few(most(&few)), TokenMask::None, few),
             (ItemQueries::Few(1), TokenMask::None, single),
             (ItemQueries::Few(1), TokenMask::Window, windowed),
             (ItemQueries::Few(1), TokenMask::Tree, trees),
@@ -294,7 +303,10 @@ mod tests {
                         let state = item.state + query * item.stride;
                         let first = item.first_state + query * item.stride;
                         prop_assert!((first..first + item.states).contains(&state));
-                        prop_assert!(states.insert(state, row).is_none() || segment.cluster > 1);
+                        // A state that is an output shares its row.
+                        if item.states > 1 {
+                            prop_assert!(states.insert(state, row).is_none() || segment.cluster > 1);
+                        }
                         if run_kernel && item.states > 1 && item.state == item.first_state {
                             prop_assert!(at < segment.merged_items);
                             merged[row] += 1;
@@ -303,7 +315,8 @@ mod tests {
                     }
                 }
             }
-            let takes_many = |run: &PlannedRun| are_many(&shape, run.run.queries) && run.moves_evenly();
+            let least = least_rows(&H200, &plan).unwrap_or(usize::MAX);
+            let takes_many = |run: &PlannedRun| are_many(&shape, run.run.queries, least) && run.moves_evenly();
             let rows_of_many = plan.runs().iter().filter(|run| takes_many(run));
             prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
             for run in plan.runs() {

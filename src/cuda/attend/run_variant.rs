@@ -18,17 +18,36 @@ const WARP_ROWS: usize = 16;
 /// Maximum number of warps in a block.
 const MOST_WARPS: usize = 16;
 
-/// Rows that one block takes.
+/// Rows that one block takes, of up to 128 channels.
 pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
-/// Smallest number of rows for which it pays off. `attend` takes fewer rows.
-pub(super) const LEAST_ROWS: usize = 33;
+/// Smallest number of rows for which it pays off: in f16, and where something is unpacked. `attend` takes fewer rows. Its
+/// blocks have up to 8 query heads, so that more read the tokens twice, but from codes: on an H200 drafts of 8 queries of
+/// four heads over 8 × 32k tokens took 462 µs in f16 by `attend` and 262 by this kernel, and 207 and 252 at 4 bits.
+const LEAST_DRAFT_ROWS: usize = 9;
+const LEAST_PACKED_ROWS: usize = 33;
+
+/// Warps of a block of few rows, which share the tokens of a tile.
+const FEW_WARPS: usize = MOST_WARPS / 2;
+
+/// Most warps that have the same rows, each for its part of the tokens.
+const MOST_PARTS: usize = 4;
+
+/// Most rows of a block whose tokens as many warps share.
+pub(super) const DRAFT_ROWS: usize = FEW_WARPS * WARP_ROWS / MOST_PARTS;
 
 /// Smallest number of f16 rows for which four warps multiply together.
 const LEAST_DENSE_ROWS: usize = 65;
 
-/// Channels whose queries and sums fit the registers of a warp.
+/// Channels whose queries and sums fit the registers of a warp of 16, and of 8 in f16: halves of packed tiles would not
+/// fit the shared memory.
 const MOST_CHANNELS: usize = 128;
+const MOST_DENSE_CHANNELS: usize = 256;
+
+/// Rows that one block takes of as many channels.
+pub(super) const fn block_rows(head_dim: usize) -> usize {
+    if head_dim <= MOST_CHANNELS { BLOCK_ROWS } else { BLOCK_ROWS / 2 }
+}
 
 /// Bytes of shared memory in addition to tiles and outputs: the state of every row, and barriers.
 const FIXED_BYTES: usize = BLOCK_ROWS * 5 * size_of::<f32>() + 64;
@@ -52,24 +71,27 @@ pub(super) struct RunVariant {
 /// How warps multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Multiplies {
-    /// Every warp its 16 rows.
-    Warps,
+    /// Every warp 16 rows, and a part of the tokens of a tile where several warps have the same rows.
+    Warps { parts: usize },
     /// Four warps together multiply 64 rows by 64 tokens. If `halves` is 2, they do so for two halves of a tile at the
     /// same time.
     Warpgroups { halves: usize },
 }
 
 impl RunVariant {
-    /// The variant for blocks of `rows` rows. `None` for sketches, more than 128 channels, and devices with little
-    /// shared memory.
+    /// The variant for blocks of `rows` rows. `None` for sketches, more than 128 channels of packed tensors, and devices
+    /// with little shared memory.
     pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
-        if pages.head_dim > MOST_CHANNELS || pages.key.sketched() {
+        let most = if pages.packed() { MOST_CHANNELS } else { MOST_DENSE_CHANNELS };
+        if pages.head_dim > most || pages.key.sketched() {
             return None;
         }
         let bulk_copies = facts.is_9_0_or_newer();
         let half_warps = if rows <= BLOCK_ROWS / 2 { MOST_WARPS / 2 } else { MOST_WARPS };
-        let mut ways = vec![(Multiplies::Warps, half_warps, 1..=3)];
-        // Few rows of f16 take less time without warpgroups.
+        let parts =
+            [MOST_PARTS, MOST_PARTS / 2].into_iter().find(|parts| rows * parts <= FEW_WARPS * WARP_ROWS).unwrap_or(1);
+        let mut ways = vec![(Multiplies::Warps { parts }, half_warps, 1..=3)];
+        // Few rows of f16 take less time without warpgroups, and so do drafts.
         let pays = pages.packed() || rows >= LEAST_DENSE_ROWS;
         if facts.has_warpgroups() && [64, 128].contains(&pages.head_dim) && pays {
             ways.insert(0, (Multiplies::Warpgroups { halves: 1 }, half_warps, 1..=3));
@@ -84,6 +106,11 @@ impl RunVariant {
         variants.into_iter().find(|variant| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes)
     }
 
+    /// Smallest number of rows for which `attend` is slower.
+    pub(super) const fn least_rows(&self) -> usize {
+        if self.pages.packed() { LEAST_PACKED_ROWS } else { LEAST_DRAFT_ROWS }
+    }
+
     /// The same for launches whose scores become such logits.
     pub(super) const fn with_logits(self, logits: Logits) -> Self {
         Self { logits, ..self }
@@ -91,7 +118,8 @@ impl RunVariant {
 
     /// Every variant for blocks of up to `rows` rows.
     pub(super) fn all(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Vec<Self> {
-        let least = [1, LEAST_DENSE_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
+        let least =
+            [1, LEAST_PACKED_ROWS, LEAST_DENSE_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
         let mut all: Vec<Self> = least.filter_map(|rows| Self::new(pages, rows, facts)).collect();
         all.dedup();
         all
@@ -105,7 +133,7 @@ impl RunVariant {
     /// Number of warps that have the same rows.
     const fn token_parts(&self) -> usize {
         match self.multiplies {
-            Multiplies::Warps => 1,
+            Multiplies::Warps { parts } => parts,
             Multiplies::Warpgroups { halves } => halves,
         }
     }
@@ -169,8 +197,8 @@ impl RunVariant {
         let tile = PageFormat::f16(self.pages.head_dim).head_bytes();
         let halves = match self.multiplies {
             Multiplies::Warpgroups { halves } => halves * tile + self.rows() * self.pages.head_dim * size_of::<u16>(),
-            Multiplies::Warps if self.pages.packed() => 2 * tile,
-            Multiplies::Warps => 0,
+            Multiplies::Warps { .. } if self.pages.packed() => 2 * tile,
+            Multiplies::Warps { .. } => 0,
         };
         let stage = self.pages.head_bytes().next_multiple_of(LINE_BYTES) / self.tile_pieces();
         let tiles = halves + self.stages * stage;
@@ -199,7 +227,7 @@ mod tests {
         for facts in [h200, a100] {
             for format in [SegmentFormat::F16, SegmentFormat::saw_int4(), SegmentFormat { key: int8, value: int8 }] {
                 let pages = PageFormat::new(&shape, &format)?;
-                for longest in [1, 64, 65, 128, 200, BLOCK_ROWS] {
+                for longest in [1, 32, 33, 64, 65, 128, 200, BLOCK_ROWS] {
                     let all = RunVariant::all(pages, longest, &facts);
                     let one_by_one: Vec<_> =
                         (1..=longest).filter_map(|rows| RunVariant::new(pages, rows, &facts)).collect();
@@ -229,7 +257,10 @@ mod tests {
             assert!(variant(&SegmentFormat::F16, head_dim, &h200)?.is_some());
             assert!(variant(&SegmentFormat::turboquant(Bits::Four, head_dim), head_dim, &h200)?.is_some());
         }
-        assert_eq!(variant(&SegmentFormat::F16, 256, &h200)?, None);
+        let shape = AttentionShape::new(8, 2, 256)?;
+        let rows = block_rows(256);
+        assert!(RunVariant::new(PageFormat::new(&shape, &SegmentFormat::F16)?, rows, &h200).is_some());
+        assert_eq!(variant(&SegmentFormat::saw_int4(), 256, &h200)?, None);
         assert_eq!(variant(&SegmentFormat::F16, 128, &small)?, None);
         assert_eq!(variant(&SegmentFormat::turboquant_prod(Bits::Four, 128), 128, &h200)?, None);
         Ok(())

@@ -1,7 +1,7 @@
 //! The memory that a step of attention needs in addition to stores and tensors: scratch, and the tables of its
 //! segments.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::CudaStream;
 
@@ -39,6 +39,17 @@ pub(in crate::cuda) struct ScratchSizes {
     pub arrivals: usize,
 }
 
+impl ScratchSizes {
+    /// Room for both.
+    fn and(self, other: Option<Self>) -> Self {
+        other.map_or(self, |other| Self {
+            states: self.states.max(other.states),
+            lse: self.lse.max(other.lse),
+            arrivals: self.arrivals.max(other.arrivals),
+        })
+    }
+}
+
 /// Scratch of a step. Steps that run in the order of a stream may share it.
 #[derive(Clone, Debug)]
 pub(in crate::cuda) struct AttendScratch {
@@ -57,6 +68,11 @@ impl AttendScratch {
         })
     }
 
+    fn sizes(&self) -> ScratchSizes {
+        let bytes = |memory: &Arc<Memory>| memory.bytes();
+        ScratchSizes { states: bytes(&self.states), lse: bytes(&self.lse), arrivals: bytes(&self.arrivals) }
+    }
+
     /// True if a step of these sizes may use it.
     pub fn holds(&self, sizes: &ScratchSizes) -> bool {
         self.states.bytes() >= sizes.states && self.lse.bytes() >= sizes.lse && self.arrivals.bytes() >= sizes.arrivals
@@ -64,6 +80,31 @@ impl AttendScratch {
 
     pub fn memory(&self) -> Vec<Arc<Memory>> {
         vec![self.states.clone(), self.lse.clone(), self.arrivals.clone()]
+    }
+}
+
+/// Scratch that the calls of a backend share, which run in the order of its stream. It grows when a call needs more:
+/// allocations of many megabytes take longer than many a call, since the driver gives memory back whenever something
+/// waits for the stream.
+#[derive(Debug, Default)]
+pub(in crate::cuda) struct SharedScratch(Mutex<Option<AttendScratch>>);
+
+impl SharedScratch {
+    /// Scratch of at least these sizes.
+    pub fn of_sizes(&self, stream: &Arc<CudaStream>, sizes: &ScratchSizes) -> Result<AttendScratch> {
+        let mut kept = self.lock();
+        match kept.as_ref().filter(|scratch| scratch.holds(sizes)) {
+            Some(scratch) => Ok(scratch.clone()),
+            None => {
+                let before = kept.as_ref().map(AttendScratch::sizes);
+                Ok(kept.insert(AttendScratch::new(stream, &sizes.and(before))?).clone())
+            }
+        }
+    }
+
+    /// Held while the launches of a step are queued: those of another call must not come between them.
+    pub fn lock(&self) -> MutexGuard<'_, Option<AttendScratch>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

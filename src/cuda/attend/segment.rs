@@ -287,6 +287,7 @@ fn best_attend(
             clusters: facts.is_9_0_or_newer(),
             token_rate: TOKEN_RATE,
             block_time: BLOCK_TIME,
+            state_bytes: 0,
         };
         let (most, time) = wave.tiles_per_item(tiles);
         // Of variants with the same estimated time, the first one that keeps its warps busy.
@@ -315,8 +316,9 @@ fn of_run(
         clusters: false,
         token_rate: RUN_TOKEN_RATE * (BLOCK_ROWS / variant.rows()) as f64,
         block_time: RUN_BLOCK_TIME,
+        state_bytes: variant.rows() * pages.head_dim * size_of::<f32>(),
     };
-    let (most, _) = wave.tiles_per_item(tiles);
+    let (most, _) = wave.tiles_per_run_item(tiles);
     Some((SegmentKernel::Run(variant), wave, most))
 }
 
@@ -333,7 +335,7 @@ pub(super) fn assign_states(
             counts.count(of[0], group[0].row as usize, group[0].queries as usize);
         }
     }
-    let mut rows = counts.assign()?;
+    let mut rows = counts.assign_merged()?;
     for segment in segments.iter_mut() {
         for (group, of) in segment.items.chunks_mut(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
             let place = rows.take(of[0], group[0].row as usize, group[0].queries as usize);

@@ -2,6 +2,8 @@
 //!
 //! Times are estimates in microseconds, from measurements on an H200; only their order matters.
 
+use crate::format::TILE_TOKENS;
+
 /// Bytes that a multiprocessor's share of the memory bandwidth delivers in a microsecond.
 const SHARED_RATE: f64 = 34e3;
 
@@ -21,9 +23,10 @@ pub(super) const BLOCK_TIME: f64 = 3.0;
 /// The same time for `attend_run`, with its many queries.
 pub(super) const RUN_BLOCK_TIME: f64 = 8.0;
 
-/// Merging within a cluster, and through memory.
+/// Merging within a cluster, through memory, and by a launch of its own.
 const CLUSTER_TIME: f64 = 0.7;
 const ARRIVAL_TIME: f64 = 2.3;
+const MERGE_LAUNCH_TIME: f64 = 5.0;
 
 /// Maximum number of pieces of a span.
 const MOST_PIECES: usize = 1024;
@@ -47,12 +50,24 @@ pub(super) struct Wave {
     pub(super) token_rate: f64,
     /// Start and end of a block, in microseconds.
     pub(super) block_time: f64,
+    /// Bytes of the states that a block leaves where others have tokens of the same rows.
+    pub(super) state_bytes: usize,
 }
 
 impl Wave {
     /// Tiles of an item for spans of these lengths in tiles, and the estimated microseconds of the step: the minimum,
     /// if every wave takes as long as its longest item.
     pub(super) fn tiles_per_item(&self, spans: &[usize]) -> (usize, f64) {
+        Self::fastest(spans, |spans, tiles| self.time(spans, tiles))
+    }
+
+    /// The same for `attend_run`, whose blocks of causal queries differ in length by far: the longest begin first, and a
+    /// multiprocessor takes the next one as soon as it is free.
+    pub(super) fn tiles_per_run_item(&self, spans: &[usize]) -> (usize, f64) {
+        Self::fastest(spans, |spans, tiles| self.time_longest_first(spans, tiles))
+    }
+
+    fn fastest(spans: &[usize], time: impl Fn(&[Counted], usize) -> f64) -> (usize, f64) {
         let longest = spans.iter().copied().max().unwrap_or(1).max(1);
         let mut best = (longest, f64::INFINITY);
         let spans = counted(spans);
@@ -63,7 +78,7 @@ impl Wave {
                 continue;
             }
             before = tiles;
-            let time = self.time(&spans, tiles);
+            let time = time(&spans, tiles);
             if time < best.1 {
                 best = (tiles, time);
             }
@@ -93,6 +108,40 @@ impl Wave {
             _ => 0.0,
         };
         waves * (item + self.block_time) + merge
+    }
+
+    /// At least the mean of the multiprocessors. Of blocks that are as long as the n-th longest or longer, one
+    /// multiprocessor takes several where there are more of them than multiprocessors.
+    fn time_longest_first(&self, spans: &[Counted], tiles: usize) -> f64 {
+        let mut blocks_of = vec![0usize; tiles + 1];
+        let mut states = 0;
+        for &(span, count) in spans {
+            let pieces = span.div_ceil(tiles);
+            let longer = span % pieces.max(1);
+            blocks_of[span / pieces.max(1)] += (pieces - longer) * count * self.blocks_per_item;
+            if longer > 0 {
+                blocks_of[span / pieces + 1] += longer * count * self.blocks_per_item;
+            }
+            if pieces > 1 {
+                states += pieces * count * self.blocks_per_item;
+            }
+        }
+        let (mut before, mut all, mut least) = (0, 0.0, 0.0f64);
+        for (tiles, &blocks) in blocks_of.iter().enumerate().rev().filter(|(_, blocks)| **blocks > 0) {
+            let time = (tiles * TILE_TOKENS) as f64 / self.token_rate + self.block_time;
+            before += blocks;
+            all += blocks as f64 * time;
+            least = least.max(before.div_ceil(self.blocks()) as f64 * time);
+        }
+        // States are written once and read once.
+        let merge = match states {
+            0 => 0.0,
+            _ => {
+                let bytes = 2.0 * states as f64 * self.state_bytes as f64;
+                MERGE_LAUNCH_TIME + bytes / (self.multiprocessors.max(1) as f64 * SHARED_RATE)
+            }
+        };
+        least.max(all / self.blocks() as f64) + merge
     }
 
     /// Blocks of a cluster, given the number of items of each sequence: the largest number that divides all of them and
@@ -150,7 +199,13 @@ mod tests {
             clusters: true,
             token_rate: TOKEN_RATE,
             block_time: BLOCK_TIME,
+            state_bytes: 0,
         }
+    }
+
+    fn run_wave() -> Wave {
+        let rates = Wave { token_rate: RUN_TOKEN_RATE, block_time: RUN_BLOCK_TIME, ..wave(8) };
+        Wave { clusters: false, state_bytes: 256 * 128 * 4, ..rates }
     }
 
     #[test]
@@ -183,6 +238,21 @@ mod tests {
         assert_eq!(wave(8).cluster(&[16]), 2);
         assert_eq!(wave(8).cluster(&[2, 3]), 1);
         assert_eq!(Wave { clusters: false, ..wave(8) }.cluster(&[8]), 1);
+    }
+
+    /// Blocks of whole prompts fill the device by themselves, and leave no states. Few long ones are cut.
+    #[test]
+    fn prompts_are_cut_only_where_blocks_do_not_fill_the_device() {
+        let causal = |blocks: usize, tokens: usize| -> Vec<usize> {
+            (1..=blocks).map(|block| (tokens - (blocks - block) * 64).div_ceil(TILE_TOKENS)).collect()
+        };
+        let prompt = causal(256, 16_384);
+        assert_eq!(run_wave().tiles_per_run_item(&prompt).0, 128);
+        let batch: Vec<usize> = (0..16).flat_map(|_| causal(16, 1024)).collect();
+        assert_eq!(run_wave().tiles_per_run_item(&batch).0, 8);
+        assert_eq!(run_wave().tiles_per_run_item(&causal(32, 34_816)).0, 272);
+        // 64 blocks for 132 multiprocessors.
+        assert_eq!(run_wave().tiles_per_run_item(&[256; 8]).0, 128);
     }
 
     #[test]

@@ -345,6 +345,9 @@ mod tests {
                 program.compile(&architecture).unwrap_or_else(|error| panic!("{format}: {error}"));
             }
         }
+        let wide = PageFormat::new(&AttentionShape::new(8, 2, 256).unwrap(), &SegmentFormat::F16).unwrap();
+        let program = RunVariant::new(wide, BLOCK_ROWS / 2, &H200).unwrap().program();
+        program.compile(&program.architecture(&H200)).unwrap();
     }
 
     /// What is compiled for steps over these pages.

@@ -149,7 +149,7 @@ impl StoreStep {
         input: WriteInput<'_, Tensor, NonFiniteFlags>,
         begins: bool,
     ) -> Result<BoundStoreStep> {
-        let takes = |section| begins || !matches!(section, TableSection::Centres(_));
+        let takes = |section| begins || !self.layout.is_of_prompts(section);
         self.bind_some(backend, stores, memory, Some(input), takes)
     }
 

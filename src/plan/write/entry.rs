@@ -71,3 +71,20 @@ pub(super) fn window_words(window: &WindowMove) -> [u32; ENTRY_WORDS] {
 const fn both_shards(from: Page, to: Page) -> u32 {
     from.shard | to.shard << 16
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::MOST_MEAN_TOKENS;
+
+    /// Kernels multiply by this factor, whatever the number of tokens.
+    #[test]
+    fn means_are_divided_by_their_tokens() {
+        for count in [1, 3, 64, 65, MOST_MEAN_TOKENS] {
+            let mean = KeyMean { tokens: TokenRange::new(7, 7 + count).unwrap(), slot: 300 };
+            let words = centre_words(&mean);
+            assert_eq!(f32::from_bits(words[1]), 1.0 / count as f32);
+            assert_eq!(WriteEntry::read(TableSection::Centres(0), words, true), Some(WriteEntry::Centre(mean)));
+        }
+    }
+}

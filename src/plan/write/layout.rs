@@ -214,6 +214,17 @@ impl WriteLayout {
         self.stores.get(store).is_some_and(|store| store.centre_slots > 0)
     }
 
+    /// Whether only sequences that begin, and prompts, write to a section: centres, and tokens for the f16 store where
+    /// another store takes appended tokens.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_of_prompts(&self, section: TableSection) -> bool {
+        match section {
+            TableSection::Centres(_) => true,
+            TableSection::Tokens(0) => self.stores.iter().skip(1).any(|store| store.tokens > 0),
+            TableSection::Copies(_) | TableSection::Tokens(_) | TableSection::Windows(_) => false,
+        }
+    }
+
     /// Checks that a store matches the layout: its shape, its format, and the pages and slots that tables may name.
     ///
     /// # Errors

@@ -157,11 +157,10 @@ impl WriteTable {
         })
     }
 
-    /// Whether the step computes centres of sequences that begin.
+    /// Whether the step has entries in sections that decoding a token leaves empty.
     #[cfg(feature = "cuda")]
-    pub(crate) fn makes_centres(&self) -> bool {
-        let mut stores = 0..self.layout.stores().len();
-        stores.any(|store| self.count(TableSection::Centres(store)) > 0)
+    pub(crate) fn begins(&self) -> bool {
+        self.layout.sections().any(|section| self.layout.is_of_prompts(section) && self.count(section) > 0)
     }
 
     /// Whether entries of a section name this shard, or this pair of shards: `from | to << 16`.

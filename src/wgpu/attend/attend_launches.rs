@@ -2,7 +2,7 @@
 
 use super::attend::Fused;
 use super::attend_buffers::{Buffers, PlannedLaunch, Slot};
-use super::merge_states::{LseOutput, merge_states, state_row_bytes};
+use super::merge_states::{LseOutput, MergedStates, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, ScratchSection};
 use super::specialisation::{ItemScoring, Specialisation};
@@ -117,9 +117,15 @@ impl Builder<'_> {
             buffers.push(("lse_rows", Slot::Lse));
         }
         buffers.extend(sinks.map(|sinks| ("sinks", Slot::Tables(sinks))));
+        let shape = self.work.shape();
+        let takes_run = |segment: &StoreWork| segment.dispatches().iter().any(|of| self.takes_run(segment, of));
+        let merged = match self.work.segments().iter().any(takes_run) {
+            true => MergedStates::Few,
+            false => MergedStates::Many,
+        };
         launches.push(PlannedLaunch {
-            variant: merge_states(self.work.shape(), self.options.output, self.lse, sinks.is_some()),
-            workgroups: [self.work.rows().len() as u32, self.work.shape().query_heads() as u32],
+            variant: merge_states(shape, self.options.output, self.lse, merged, sinks.is_some()),
+            workgroups: [self.work.rows().len() as u32, (shape.query_heads() / merged.heads(shape)) as u32],
             buffers,
         });
         launches
@@ -218,9 +224,10 @@ impl Builder<'_> {
         if segment.format().key.has_span_ranges() {
             buffers.push(("key_span_ranges", Slot::SpanRanges { store: segment.store(), which: KeyOrValue::Key }));
         }
+        let special = self.single(segment);
         Some(PlannedLaunch {
-            variant: self.single(segment).prepare_run_query(self.input),
-            workgroups: [segment.queries().len() as u32, self.work.shape().query_heads() as u32],
+            variant: special.prepare_run_query(self.input),
+            workgroups: [segment.queries().len() as u32, special.prepared_workgroups() as u32],
             buffers,
         })
     }

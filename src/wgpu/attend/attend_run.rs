@@ -2,14 +2,17 @@
 
 use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows};
 use super::specialisation::{MAX_TILES, Specialisation};
-use crate::format::{AffineFormat, Bits, Grouping, TensorFormat, TileLayout};
+use crate::TILE_TOKENS;
+use crate::format::codebook::level_unit;
+use crate::format::{AffineFormat, AttentionShape, Bits, Direction, Grouping, TensorFormat, TileLayout};
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
+use crate::wgpu::pack::hadamard::{DirectedRotation, with_turn};
 
 /// Tokens of a step: those of a product of 16 × 16 × 16.
 const STEP_TOKENS: usize = 16;
-/// Rows of a subgroup, two blocks of such products.
-const SUBGROUP_ROWS: usize = 32;
+/// Rows of a block of such products.
+const BLOCK_ROWS: usize = 16;
 /// Invocations of a subgroup.
 const SUBGROUP: usize = 32;
 /// Maximum number of rows of queries and query heads in a workgroup, and of rows behind the prepared ones: `RUN_ROWS`
@@ -20,8 +23,18 @@ pub(super) const RUN_ROWS: usize = 256;
 /// rows in f16 and for 100.
 const LEAST_ROWS: usize = 48;
 const LEAST_CODE_ROWS: usize = 112;
-/// The largest head dimension whose queries and sums a subgroup keeps in registers.
-const MOST_CHANNELS: usize = 128;
+/// The largest head dimension at which a subgroup keeps the queries and sums of two blocks in registers, and of one.
+const MOST_CHANNELS_OF_TWO: usize = 128;
+const MOST_CHANNELS: usize = 256;
+/// Query heads that an invocation of `prepare_run_query` prepares a part of, and invocations of a workgroup.
+const PREPARED_HEADS: usize = 4;
+const PREPARING_INVOCATIONS: usize = 64;
+/// The storage of its prepared queries.
+const QUERY_ROW: &str = "attend/query_row/f16.wgsl";
+/// Subgroups of the largest workgroup.
+const MOST_SUBGROUPS: usize = 8;
+/// Steps of levels in the half 1: see `attend/level_halves.wgsl`.
+const LEVEL_STEPS: f32 = 128.0;
 /// Number of buffers that the kernel binds.
 const BUFFERS: u32 = 9;
 
@@ -30,17 +43,21 @@ impl Specialisation<'_> {
     fn run_codes(&self) -> Option<[RunCodes; 2]> {
         let head_dim = self.shape.head_dim();
         let limits = &self.capabilities.limits;
-        let codes = [run_codes(&self.format.key)?, run_codes(&self.format.value)?];
+        let codes = [run_codes(&self.format.key, head_dim)?, run_codes(&self.format.value, head_dim)?];
         let arrivals = RunArrivals::of(codes);
+        let rows = RunRows::most(head_dim);
+        // A lane that rotates a row knows the places of its channels in advance.
+        let turns = self.format.value.rotation().is_none_or(|rotation| rotation.dealt_blocks(head_dim) == 1);
         let fits = self.capabilities.matrices
             && self.scoring.is_plain()
             && head_dim.is_multiple_of(SUBGROUP)
             && head_dim <= MOST_CHANNELS
-            && self.shape.group() <= RUN_ROWS / 2
+            && self.shape.group() <= rows.rows() / 2
+            && turns
             && limits.storage_buffers >= BUFFERS
-            && run_rows(RUN_ROWS).workgroup_bytes(head_dim, arrivals) <= limits.workgroup_memory as usize
-            && run_rows(RUN_ROWS).invocations() <= limits.invocations as usize;
-        (fits && self.format.value.rotation().is_none()).then_some(codes)
+            && rows.workgroup_bytes(head_dim, arrivals) <= limits.workgroup_memory as usize
+            && rows.invocations() <= limits.invocations as usize;
+        fits.then_some(codes)
     }
 
     /// Maximum number of queries in a block, and minimum number in a run that is cut into such blocks, if there is a
@@ -49,12 +66,13 @@ impl Specialisation<'_> {
         let group = self.shape.group();
         let codes = self.run_codes()?;
         let least = if codes == [RunCodes::F16; 2] { LEAST_ROWS } else { LEAST_CODE_ROWS };
-        Some([RUN_ROWS / group, least.div_ceil(group).max(2)])
+        Some([RunRows::most(self.shape.head_dim()).rows() / group, least.div_ceil(group).max(2)])
     }
 
     /// The rows of a workgroup, if the items have more queries than `attend` takes.
     pub(super) fn run_rows(&self) -> Option<RunRows> {
-        (self.queries > self.most_queries()).then(|| run_rows(self.queries * self.shape.group()))
+        let rows = self.queries * self.shape.group();
+        (self.queries > self.most_queries()).then(|| RunRows::of(rows, self.shape.head_dim()))
     }
 
     /// Number of queries that the rows belong to.
@@ -69,16 +87,49 @@ impl Specialisation<'_> {
         let mut work = self.work(self.head_split());
         work.queries = self.run_queries(rows);
         let key_vector = TileLayout::of(&self.format.key, self.shape.head_dim()).key_vector();
-        Some(AttendRecipe::Run { work, rows, keys, key_vector, values, arrivals })
+        let rotation = self.format.value.rotation();
+        Some(AttendRecipe::Run { work, rows, keys, key_vector, values, rotation, arrivals })
     }
 
     /// The kernel that prepares its queries of `input` elements.
     pub(super) fn prepare_run_query(&self, input: ElementType) -> Variant {
-        let variant = self.prepare_rotated_query(input).import("query_row", "attend/query_row/f16.wgsl");
+        if self.prepares_apart() {
+            return self.put_query_ranges(self.prepare_rotated_query(input).import("query_row", QUERY_ROW));
+        }
+        let head_dim = self.shape.head_dim();
+        let variant =
+            self.put_rows("prepare_run_query", input).constant("ROW_INVOCATIONS", self.prepared_row_invocations());
+        let variant = match self.format.key.rotation() {
+            None => variant,
+            Some(rotation) => {
+                let turn = DirectedRotation { rotation, direction: Direction::Forward };
+                with_turn(variant.import("rotated_rows", "attend/rotated_rows/hadamard.wgsl"), turn, head_dim)
+            }
+        };
+        self.put_query_ranges(variant)
+    }
+
+    /// Whether `prepare_query` prepares its queries, one by one: where channels change their places.
+    fn prepares_apart(&self) -> bool {
+        self.format.key.rotation().is_some_and(|rotation| rotation.dealt_blocks(self.shape.head_dim()) > 1)
+    }
+
+    fn put_query_ranges(&self, variant: Variant) -> Variant {
         match self.query_fields().span_middle {
             Some(middle) => variant.import("query_ranges", "attend/query_ranges/span.wgsl").float("KEY_MIDDLE", middle),
             None => variant,
         }
+    }
+
+    /// Invocations that prepare a row of queries together.
+    const fn prepared_row_invocations(&self) -> usize {
+        if self.shape.head_dim() <= 4 * SUBGROUP { SUBGROUP } else { 2 * SUBGROUP }
+    }
+
+    /// Workgroups that prepare a query.
+    pub(super) fn prepared_workgroups(&self) -> usize {
+        let heads = PREPARED_HEADS * (PREPARING_INVOCATIONS / self.prepared_row_invocations());
+        if self.prepares_apart() { self.shape.query_heads() } else { self.shape.query_heads().div_ceil(heads) }
     }
 
     /// Bytes of `queries` prepared queries, and of their constants.
@@ -89,31 +140,49 @@ impl Specialisation<'_> {
 }
 
 /// Numbers of queries in runs that fill a workgroup of either size. Together they use every kernel of a segment.
-pub(in crate::wgpu) const fn full_runs(group: usize) -> [usize; 2] {
-    [RUN_ROWS / 2 / group, RUN_ROWS / group]
+pub(in crate::wgpu) const fn full_runs(shape: &AttentionShape) -> [usize; 2] {
+    let rows = RunRows::most(shape.head_dim()).rows();
+    [rows / 2 / shape.group(), rows / shape.group()]
 }
 
 /// How a tensor is read, if the kernel supports it.
-fn run_codes(format: &TensorFormat) -> Option<RunCodes> {
+fn run_codes(format: &TensorFormat, head_dim: usize) -> Option<RunCodes> {
+    if format.code_bits() == Some(Bits::Three) || format.sketched().is_some() {
+        return None;
+    }
     match format {
         TensorFormat::F16 => Some(RunCodes::F16),
-        TensorFormat::Affine(AffineFormat { bits: Bits::Three, .. }) => None,
-        TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Channel, .. }) => Some(RunCodes::Channel(*bits)),
-        TensorFormat::Affine(AffineFormat { bits, grouping: Grouping::Token, .. }) => Some(RunCodes::Token(*bits)),
-        _ => None,
+        TensorFormat::Affine(AffineFormat { bits, grouping, .. }) => match grouping {
+            Grouping::Channel => Some(RunCodes::Channel(*bits)),
+            Grouping::Token => Some(RunCodes::Token(*bits, 1)),
+            Grouping::ChannelTokens(tokens) => Some(RunCodes::ChannelTokens(*bits, TILE_TOKENS / tokens)),
+            // Eight neighbouring channels of a key have one range.
+            Grouping::TokenChannels(channels) => {
+                channels.is_multiple_of(8).then(|| RunCodes::Token(*bits, head_dim / channels))
+            }
+        },
+        TensorFormat::Codebook(codebook) => {
+            level_unit(codebook.bits, head_dim).map(|unit| RunCodes::Levels(codebook.bits, LEVEL_STEPS * unit))
+        }
     }
 }
 
-/// A workgroup of at least `rows` rows, in one of two sizes.
-const fn run_rows(rows: usize) -> RunRows {
-    let rows = if rows <= RUN_ROWS / 2 { RUN_ROWS / 2 } else { RUN_ROWS };
-    RunRows { subgroups: rows / SUBGROUP_ROWS }
-}
-
 impl RunRows {
+    /// A workgroup of at least `rows` rows, or the largest one.
+    const fn of(rows: usize, head_dim: usize) -> Self {
+        let most = Self::most(head_dim);
+        if rows <= most.rows() / 2 { Self { subgroups: most.subgroups / 2, ..most } } else { most }
+    }
+
+    /// The largest workgroup.
+    const fn most(head_dim: usize) -> Self {
+        let blocks = if head_dim <= MOST_CHANNELS_OF_TWO { 2 } else { 1 };
+        Self { subgroups: MOST_SUBGROUPS, blocks }
+    }
+
     /// Rows of a workgroup.
     pub(super) const fn rows(self) -> usize {
-        self.subgroups * SUBGROUP_ROWS
+        self.subgroups * self.blocks * BLOCK_ROWS
     }
 
     pub(super) const fn invocations(self) -> usize {
@@ -150,7 +219,7 @@ mod tests {
     use super::super::specialisation::ItemScoring;
     use super::*;
     use crate::backend::QueryBytes;
-    use crate::format::{AttentionShape, SegmentFormat};
+    use crate::format::{Rotation, SegmentFormat};
     use crate::wgpu::device::{Capabilities, KernelLimits, SubgroupSizes, Timestamps};
 
     fn capabilities(workgroup_memory: u32) -> Capabilities {
@@ -166,10 +235,26 @@ mod tests {
         Capabilities { f16: true, subgroups, coherent: true, matrices: true, timestamps: Timestamps::None, limits }
     }
 
-    fn formats() -> [SegmentFormat; 7] {
-        let token = |bits| TensorFormat::Affine(AffineFormat::new(bits, Grouping::Token));
+    fn formats(head_dim: usize) -> Vec<SegmentFormat> {
+        let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
+        let token = |bits| affine(bits, Grouping::Token);
         let channel = SegmentFormat::per_channel;
-        [
+        let turned = AffineFormat::new(Bits::Eight, Grouping::Channel).rotated(Rotation::randomized(32, 1));
+        vec![
+            SegmentFormat::turboquant(Bits::Four, head_dim),
+            SegmentFormat::turboquant(Bits::One, head_dim),
+            SegmentFormat {
+                key: SegmentFormat::turboquant(Bits::Two, head_dim).key,
+                value: TensorFormat::Affine(turned),
+            },
+            SegmentFormat {
+                key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+                value: affine(Bits::Two, Grouping::TokenChannels(32)),
+            },
+            SegmentFormat {
+                key: affine(Bits::Eight, Grouping::TokenChannels(16)),
+                value: affine(Bits::Four, Grouping::ChannelTokens(128)),
+            },
             SegmentFormat::F16,
             channel(Bits::Four),
             SegmentFormat::saw_int4(),
@@ -184,10 +269,11 @@ mod tests {
     #[test]
     fn workgroup_memory_is_counted() {
         let capabilities = capabilities(48 << 10);
-        for (group, head_dim) in [(4, 128), (3, 96), (1, 64)] {
+        for (group, head_dim) in [(4, 128), (3, 96), (1, 64), (4, 256)] {
             let shape = AttentionShape::new(2 * group, 2, head_dim).unwrap();
-            for (format, queries) in formats().iter().flat_map(|format| [(format, 100 / group), (format, 250 / group)])
-            {
+            let most = RunRows::most(head_dim).rows();
+            let counts = [most / 2 - 5, most - 5].map(|rows| rows / group);
+            for (format, queries) in formats(head_dim).iter().flat_map(|format| counts.map(|count| (format, count))) {
                 let special = Specialisation {
                     shape: &shape,
                     format,

@@ -1,6 +1,7 @@
 //! Kernel `merge_states`: merges the states of all work items and writes the output.
 
 use super::parts::output_file;
+use super::specialisation::INVOCATIONS;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
@@ -14,12 +15,46 @@ pub(in crate::wgpu) enum LseOutput {
     F32,
 }
 
+/// How a workgroup merges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MergedStates {
+    /// Many states of a query head, which its lists of invocations share.
+    Many,
+    /// Few states of many queries: every list has a query head of its own.
+    Few,
+}
+
+impl MergedStates {
+    /// States that an invocation loads together where they are few.
+    const FEW_AT_ONCE: usize = 4;
+
+    /// Query heads of a workgroup.
+    pub(super) fn heads(self, shape: &AttentionShape) -> usize {
+        let lists = INVOCATIONS / (shape.head_dim() / 4);
+        match self {
+            Self::Few if shape.query_heads().is_multiple_of(lists) => lists,
+            _ => 1,
+        }
+    }
+}
+
 /// The kernel that writes outputs of `output` elements, and joins the sinks of a layer that has them.
-pub(super) fn merge_states(shape: &AttentionShape, output: ElementType, lse: LseOutput, has_sinks: bool) -> Variant {
+pub(super) fn merge_states(
+    shape: &AttentionShape,
+    output: ElementType,
+    lse: LseOutput,
+    merged: MergedStates,
+    has_sinks: bool,
+) -> Variant {
     let variant = Variant::new("merge_states")
         .constant("HEAD_DIM", shape.head_dim())
         .constant("QUERY_HEADS", shape.query_heads())
+        .constant("MERGED_HEADS", merged.heads(shape))
         .import("output", output_file(output));
+    let variant = match merged {
+        MergedStates::Many => variant,
+        MergedStates::Few => variant.constant("AT_ONCE", MergedStates::FEW_AT_ONCE),
+    };
     let variant = if has_sinks { variant.import("sinks", "attend/sinks/logits.wgsl") } else { variant };
     match lse {
         LseOutput::None => variant,

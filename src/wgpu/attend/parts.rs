@@ -30,9 +30,16 @@ impl AttendRecipe {
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
-            Self::Run { work, rows, keys, key_vector, values, arrivals } => {
+            Self::Run { work, rows, keys, key_vector, values, rotation, arrivals } => {
                 let variant = rows.put(work.put(Variant::new("attend_run"))).with_f16().with_matrices();
                 let variant = put_run_codes(variant, [*keys, *values], *key_vector);
+                let variant = match rotation {
+                    None => variant,
+                    Some(rotation) => {
+                        let turn = DirectedRotation { rotation: *rotation, direction: Direction::Inverse };
+                        with_turn(variant.import("run_outputs", "attend/run_outputs/rotated.wgsl"), turn, work.head_dim)
+                    }
+                };
                 match arrivals {
                     RunArrivals::ByTurns => variant,
                     RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals/ahead.wgsl"),
@@ -77,32 +84,43 @@ impl Logits {
 
 impl RunRows {
     fn put(self, variant: Variant) -> Variant {
-        variant.constant("SUBGROUPS", self.subgroups).constant("INVOCATIONS", self.invocations())
+        let variant = variant.constant("SUBGROUPS", self.subgroups).constant("ROW_BLOCKS", self.blocks);
+        variant.constant("INVOCATIONS", self.invocations())
     }
 }
 
 /// Slots `run_keys` and `run_values`. If all codes have 4 bits, a word holds eight of them, and a lane holds fewer
 /// words.
 fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: usize) -> Variant {
-    use RunCodes::{Channel, F16, Token};
-    let four = [keys, values].iter().all(|codes| matches!(codes, F16 | Channel(Bits::Four) | Token(Bits::Four)));
-    let of_keys = |variant: Variant, bits: Bits| {
+    use RunCodes::{Channel, ChannelTokens, F16, Levels, Token};
+    let four = [keys, values].iter().all(|codes| matches!(codes, F16 | Channel(Bits::Four) | Token(Bits::Four, 1)));
+    let of_keys = |file, bits: Bits| {
+        let variant = variant.clone().import("run_keys", file);
         variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_VECTOR", key_vector)
     };
     let variant = match keys {
         F16 => variant,
         Channel(_) if four => variant.import("run_keys", "attend/run_keys/channel_4bit.wgsl"),
-        Token(_) if four => variant.import("run_keys", "attend/run_keys/token_4bit.wgsl"),
-        Channel(bits) => of_keys(variant.import("run_keys", "attend/run_keys/channel.wgsl"), bits),
-        Token(bits) => of_keys(variant.import("run_keys", "attend/run_keys/token.wgsl"), bits),
+        Token(..) if four => variant.import("run_keys", "attend/run_keys/token_4bit.wgsl"),
+        Channel(bits) => of_keys("attend/run_keys/channel.wgsl", bits),
+        Token(bits, groups) => of_keys("attend/run_keys/token.wgsl", bits).constant("KEY_CHANNEL_GROUPS", groups),
+        ChannelTokens(bits, groups) => {
+            of_keys("attend/run_keys/channel_tokens.wgsl", bits).constant("KEY_TOKEN_GROUPS", groups)
+        }
+        Levels(bits, unit) => of_keys("attend/run_keys/levels.wgsl", bits).float("KEY_UNIT", unit),
     };
-    let of_values = |variant: Variant, bits: Bits| variant.constant("VALUE_BITS", bits.count() as usize);
+    let of_values =
+        |file, bits: Bits| variant.clone().import("run_values", file).constant("VALUE_BITS", bits.count() as usize);
     match values {
         F16 => variant,
         Channel(_) if four => variant.import("run_values", "attend/run_values/channel_4bit.wgsl"),
-        Token(_) if four => variant.import("run_values", "attend/run_values/token_4bit.wgsl"),
-        Channel(bits) => of_values(variant.import("run_values", "attend/run_values/channel.wgsl"), bits),
-        Token(bits) => of_values(variant.import("run_values", "attend/run_values/token.wgsl"), bits),
+        Token(..) if four => variant.import("run_values", "attend/run_values/token_4bit.wgsl"),
+        Channel(bits) => of_values("attend/run_values/channel.wgsl", bits),
+        Token(bits, groups) => of_values("attend/run_values/token.wgsl", bits).constant("VALUE_CHANNEL_GROUPS", groups),
+        ChannelTokens(bits, groups) => {
+            of_values("attend/run_values/channel_tokens.wgsl", bits).constant("VALUE_TOKEN_GROUPS", groups)
+        }
+        Levels(bits, unit) => of_values("attend/run_values/levels.wgsl", bits).float("VALUE_UNIT", unit),
     }
 }
 

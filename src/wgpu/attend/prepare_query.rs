@@ -19,16 +19,21 @@ impl Specialisation<'_> {
         }
     }
 
-    /// The same kernel, without the choices of how rows are stored and which ranges are folded into them.
-    pub(super) fn prepare_rotated_query(&self, input: ElementType) -> Variant {
-        let head_dim = self.shape.head_dim();
-        let layout = TileLayout::of(&self.format.key, head_dim);
-        let mut variant = Variant::new("prepare_query")
-            .constant("HEAD_DIM", head_dim)
+    /// A kernel that prepares rows of queries of `input` elements.
+    pub(super) fn put_rows(&self, kernel: &'static str, input: ElementType) -> Variant {
+        let layout = TileLayout::of(&self.format.key, self.shape.head_dim());
+        let variant = Variant::new(kernel)
+            .constant("HEAD_DIM", self.shape.head_dim())
             .constant("KV_HEADS", self.shape.kv_heads())
             .constant("QUERY_HEADS", self.shape.query_heads())
             .constant("ROW_FIELDS", layout.key_row_channels() / 4);
-        variant = self.given_query(input).put(variant);
+        self.given_query(input).put(variant)
+    }
+
+    /// The same kernel, without the choices of how rows are stored and which ranges are folded into them.
+    pub(super) fn prepare_rotated_query(&self, input: ElementType) -> Variant {
+        let head_dim = self.shape.head_dim();
+        let mut variant = self.put_rows("prepare_query", input);
         if let Some(rotation) = self.format.key.rotation() {
             let turn = DirectedRotation { rotation, direction: Direction::Forward };
             variant = match self.format.key.sketched().and_then(|format| format.sketch) {

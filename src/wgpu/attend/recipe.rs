@@ -15,8 +15,16 @@ pub(crate) enum AttendRecipe {
     /// summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
     /// `attend_run`: many queries of a run together, with cooperative matrices. `key_vector` words of a token's keys
-    /// are contiguous.
-    Run { work: Work, rows: RunRows, keys: RunCodes, key_vector: usize, values: RunCodes, arrivals: RunArrivals },
+    /// are contiguous. Outputs are rotated back if there is a rotation.
+    Run {
+        work: Work,
+        rows: RunRows,
+        keys: RunCodes,
+        key_vector: usize,
+        values: RunCodes,
+        rotation: Option<Rotation>,
+        arrivals: RunArrivals,
+    },
     /// `scores`: stores the scores of keys.
     Scores { work: Work, scores: Scores },
     /// `weighted_values`: reads them, calibrated by (τ1, τ2).
@@ -52,20 +60,26 @@ pub(crate) struct HeadSplit {
     pub chunks: usize,
 }
 
-/// The rows of queries and query heads of a workgroup of `attend_run`. Each subgroup owns 32 of them.
+/// The rows of queries and query heads of a workgroup of `attend_run`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RunRows {
     pub subgroups: usize,
+    /// Blocks of 16 rows that each subgroup owns.
+    pub blocks: usize,
 }
 
 /// Slots `run_keys` and `run_values`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum RunCodes {
     F16,
     /// Codes with one range per channel of the span.
     Channel(Bits),
-    /// Codes with one range per token.
-    Token(Bits),
+    /// Codes with one range per token and group of channels, of which a row has this many.
+    Token(Bits, usize),
+    /// Codes with one range per channel and group of tokens, of which a tile has this many.
+    ChannelTokens(Bits, usize),
+    /// Levels of a codebook times the norm of the token. The halves of levels are multiplied with the unit.
+    Levels(Bits, f32),
 }
 
 /// Slot `run_arrivals`: when loads are stored to workgroup memory.

@@ -11,6 +11,7 @@ mod levels;
 mod non_finite_flags;
 mod pack_windows;
 mod quantize;
+pub(super) mod staged;
 mod store_step;
 mod tile_call;
 mod uncentre_keys;

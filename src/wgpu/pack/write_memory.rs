@@ -109,3 +109,35 @@ pub(crate) fn rotated_bytes(layout: &WriteLayout) -> u64 {
     };
     layout.windows().iter().map(of_pair).max().unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, Rotation, SegmentFormat, TensorFormat};
+    use crate::plan::{StoreCapacity, WindowCapacity};
+
+    /// Whichever of keys and values is rotated first, and as many windows as a step may pack.
+    #[test]
+    fn rotated_rows_have_room() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let plain = TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Channel));
+        let rotated =
+            TensorFormat::Affine(AffineFormat::new(Bits::Four, Grouping::Channel).rotated(Rotation::hadamard(16)));
+        let bytes = |key, value| {
+            let store = |format| StoreCapacity {
+                format,
+                shard_pages: vec![2],
+                range_slots: 2,
+                tokens: 0,
+                copies: 0,
+                centres: 0,
+                centre_slots: 0,
+            };
+            let stores = vec![store(SegmentFormat::F16), store(SegmentFormat { key, value })];
+            let windows = vec![WindowCapacity { from: 0, to: 1, windows: 3, newer: 0 }];
+            rotated_bytes(&WriteLayout::new(shape, 0, stores, windows).unwrap())
+        };
+        assert_eq!(bytes(plain, plain), 0);
+        assert_eq!([bytes(rotated, plain), bytes(plain, rotated)], [3 * 128 * 2 * 64 * 4; 2]);
+    }
+}

@@ -12,11 +12,15 @@ use super::model::{Model, ModelSpan};
 use super::{SEQUENCES, rows};
 use crate::any_backend::random_rows::Random;
 
-/// Compares stored rows, positions and bytes with the model's, and attention with f64 over the stored rows.
-pub fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, random: &mut Random) {
+/// Compares lengths and bytes with the model's, and of some sequences stored rows, positions and, with f64 over the stored
+/// rows, attention.
+pub fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, sequences: &[usize], random: &mut Random) {
     let shape = model.shape;
-    let mut dense = Vec::new();
-    for sequence in 0..SEQUENCES {
+    for (sequence, of) in model.sequences.iter().enumerate() {
+        assert_eq!((cache.tokens(sequence), cache.length(sequence)), (Ok(of.tokens()), Ok(of.length)));
+    }
+    let mut dense: [Vec<_>; SEQUENCES] = Default::default();
+    for &sequence in sequences {
         let spans = cache.dequantize(sequence).unwrap();
         let mut stored = [Vec::new(), Vec::new()];
         let mut segments = Vec::new();
@@ -30,15 +34,13 @@ pub fn compare<B: Backend>(cache: &KvCache<B>, model: &Model, random: &mut Rando
         }
         assert!(stored[0] == model.decoded(sequence, KeyOrValue::Key), "keys of sequence {sequence}");
         assert!(stored[1] == model.decoded(sequence, KeyOrValue::Value), "values of sequence {sequence}");
-        assert_eq!(cache.tokens(sequence).unwrap(), model.sequences[sequence].tokens());
-        assert_eq!(cache.length(sequence).unwrap(), model.sequences[sequence].length);
         compare_positions(cache, sequence, &model.sequences[sequence].spans);
-        dense.push(segments);
+        dense[sequence] = segments;
     }
     check_memory(cache, &model.pages());
 
     let per_query = shape.query_heads() * shape.head_dim();
-    let (held, empty): (Vec<usize>, Vec<usize>) = (0..SEQUENCES).rev().partition(|&s| !dense[s].is_empty());
+    let (held, empty): (Vec<usize>, Vec<usize>) = sequences.iter().rev().partition(|&&s| !dense[s].is_empty());
     if !empty.is_empty() {
         let (_, tensor) = rows(cache.backend(), random, empty.len() * per_query, false);
         let output = block_on(cache.attend_to(&empty, &tensor, ElementType::F32)).unwrap();

@@ -27,6 +27,9 @@ use crate::any_backend::random_rows::Random;
 /// Sequences of the caches under test.
 pub const SEQUENCES: usize = 3;
 
+/// After so many operations all sequences are compared, and after the others those that an operation may change.
+const ALL_COMPARED: usize = 5;
+
 /// Something to do to a cache.
 #[derive(Clone, Debug)]
 pub enum Operation {
@@ -110,6 +113,24 @@ fn operation(length: BoxedStrategy<usize>, newer: BoxedStrategy<usize>) -> impl 
     ]
 }
 
+impl Operation {
+    /// The sequences that it may change.
+    fn changes(&self) -> Vec<usize> {
+        match self {
+            Self::Prefill { sequence, .. }
+            | Self::Evict { sequence, .. }
+            | Self::Extend { sequence, .. }
+            | Self::Truncate { sequence, .. }
+            | Self::Forget { sequence, .. }
+            | Self::Clear { sequence }
+            | Self::Swap { sequence } => vec![*sequence],
+            Self::Fork { source, target } => vec![*source, *target],
+            Self::Append { sequences, .. } => (0..SEQUENCES).filter(|s| sequences >> s & 1 == 1).collect(),
+            Self::Lose | Self::Refused { .. } => (0..SEQUENCES).collect(),
+        }
+    }
+}
+
 /// Runs operations on a cache and on the model and compares them after each.
 ///
 /// # Panics
@@ -150,7 +171,7 @@ pub fn check_losing<B: Backend>(
     let sequences = vec![ModelSequence::default(); SEQUENCES];
     let mut model = Model { shape, recipe: recipe.clone(), sequences, next_page: 0 };
     let (mut cache, mut random, mut swapped) = (create(), Random::new(seed), None);
-    for operation in operations {
+    for (index, operation) in operations.iter().enumerate() {
         match operation {
             Operation::Swap { sequence } => swap(&mut cache, &mut model, *sequence, &mut swapped, &mut random),
             Operation::Lose => {
@@ -168,7 +189,9 @@ pub fn check_losing<B: Backend>(
                 apply(&mut cache, &mut model, &Operation::Clear { sequence }, &mut random);
             }
         }
-        compare(&cache, &model, &mut random);
+        let all = (index + 1).is_multiple_of(ALL_COMPARED) || index + 1 == operations.len();
+        let sequences = if all { (0..SEQUENCES).collect() } else { operation.changes() };
+        compare(&cache, &model, &sequences, &mut random);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use kvpack::backend::{Packing, Storage};
 use kvpack::backend::{SpanRead, SpanWrite, TokenWrite};
+use kvpack::cpu::Cpu;
 use kvpack::format::KeyOrValue;
 use kvpack::plan::{ElementType, Page, RowLayout, TokenRange};
 use kvpack::wgpu::{StoreBuffer, Wgpu};
@@ -10,6 +11,7 @@ use pollster::block_on;
 
 use super::expected::{Rows, values};
 use super::words::words;
+use crate::any_backend::key_means::means;
 use crate::gpu_device::shared;
 
 fn stored(backend: &Wgpu, store: &kvpack::wgpu::Store) -> [Vec<u32>; 2] {
@@ -75,4 +77,10 @@ fn ranges_over_tokens_take_no_single_tokens() {
     let writes = [TokenWrite { token: 0, page: Page { shard: 0, index: 0 }, slot: 0, centre: None }];
     let appended = backend.append(&mut store, &row.tensor, &row.tensor, rows, &writes);
     assert!(matches!(appended, Err(Error::Plan { .. })), "{appended:?}");
+}
+
+/// Bit for bit, wherever the tokens begin.
+#[test]
+fn means_of_keys_are_those_of_the_cpu() {
+    assert!(means(&shared()) == means(&Cpu::new()));
 }

@@ -365,7 +365,15 @@ const HEAD_DIM: u32 = 128u;
 // invocation of the workgroup must call.
 //
 // needs: HEAD_DIM, INVOCATIONS
-// gives: rotated, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped, rotate_row
+// gives: rotated, rotate_row
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// `format::Rotation` of a row of channels: its numbers, and what becomes of a channel before and after the butterflies.
+//
+// gives: ROTATION_ORDER, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped
 // set by plans: ROTATION_ORDER, ROTATION_SCALE, ROTATION_SIGNED, ROTATION_SEED, ROTATION_BACK, ROTATION_BLOCKS
 
 const ROTATION_ORDER: u32 = 128u;
@@ -379,8 +387,6 @@ const ROTATION_BACK: u32 = 0u;
 
 // Number of blocks that channels are dealt out to.
 const ROTATION_BLOCKS: u32 = 1u;
-
-var<workgroup> rotated: array<f32, HEAD_DIM>;
 
 fn dealt(channel: u32, blocks: u32) -> u32 {
     return channel % blocks * ROTATION_ORDER + channel / blocks;
@@ -414,6 +420,12 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
     let flip = (word ^ (word >> 16u)) & apply;
     return bitcast<f32>(bitcast<u32>(x) ^ (flip << 31u));
 }
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/rotate_row.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+var<workgroup> rotated: array<f32, HEAD_DIM>;
 
 fn rotate_row(invocation: u32) {
     for (var stage = 0u; (1u << stage) < ROTATION_ORDER; stage++) {

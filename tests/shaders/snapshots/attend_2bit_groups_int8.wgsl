@@ -801,6 +801,7 @@ var<private> enter: array<f32, HEADS>;
 //   enter_value_tile, keep, leave_value_tile, tile_bases
 // gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
 //   is_first_of_block, begin_values, store_bytes, add_values
+// set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/value_dots.wgsl
@@ -817,7 +818,7 @@ var<private> enter: array<f32, HEADS>;
 //   ranged_output, sum_parts, write_lse
 // gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
 // binds: 5 values
-// set by plans: CHANNELS, CHANNEL_BLOCKS
+// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/value_bytes/top.wgsl
@@ -978,6 +979,7 @@ fn is_first_of_block(lane: u32) -> bool {
 //
 // needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
 // gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
+// set by plans: VALUE_CENTRE
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/block_max/subgroup.wgsl

@@ -662,7 +662,7 @@ var<private> enter: array<f32, HEADS>;
 //   ranged_output, sum_parts, write_lse
 // gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
 // binds: 5 values
-// set by plans: CHANNELS, CHANNEL_BLOCKS
+// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/value_bytes/top.wgsl
@@ -1054,9 +1054,11 @@ fn write_output(index: u32, x: vec4<f32>) {
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
 // gives: NO_LSE, Joined, join_states
+// set by plans: AT_ONCE
 
 // Below every log-sum-exp.
 const NO_LSE: f32 = -1e30f;
+
 // Number of states whose loads are in flight together.
 const AT_ONCE: u32 = 8u;
 

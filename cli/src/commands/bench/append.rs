@@ -11,11 +11,11 @@ use kvpack::plan::{
     WriteLayout, WriteTable,
 };
 use kvpack::{AttentionShape, Backend, SegmentFormat, TILE_TOKENS};
-use kvpack_report::Run;
+use kvpack_report::{Median, Run, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
-use super::timed::{Guard, Timed};
+use super::timed::{Guard, SPREAD, Timed, figure, figure_or_dash};
 use crate::outcome::Wrong;
 use crate::print::{self, note, say};
 use crate::provenance;
@@ -25,11 +25,12 @@ pub const SEQUENCES: usize = 64;
 
 /// A backend whose stores can be timed.
 pub trait TimedStores: Backend {
-    /// Seconds of one step: the tokens `writes` of `rows` into open pages. The default is the wall clock of many steps.
+    /// One step: the tokens `writes` of `rows` into open pages. The default is the wall clock of each step, where
+    /// calls return when their work is done.
     ///
     /// # Errors
     /// Whatever the backend reports.
-    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> kvpack::Result<f64>
+    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> kvpack::Result<Median>
     where
         Self: Sized,
     {
@@ -37,17 +38,17 @@ pub trait TimedStores: Backend {
         for writes in steps {
             self.append(&mut batch.open, &batch.keys, &batch.values, rows, writes)?;
         }
-        self.download(&batch.keys).await?;
-        let start = Instant::now();
+        let mut samples = Vec::with_capacity(steps.len());
         for writes in steps {
+            let start = Instant::now();
             self.append(&mut batch.open, &batch.keys, &batch.values, rows, writes)?;
+            samples.push(start.elapsed().as_secs_f64());
         }
-        // What comes to the host comes after all that was queued before it.
-        self.download(&batch.keys).await?;
-        Ok(start.elapsed().as_secs_f64() / steps.len() as f64)
+        Ok(Median::of(samples))
     }
 
-    /// How long it takes to pack one full f16 page per sequence. The default is the wall clock.
+    /// How long it takes to pack one full f16 page per sequence. The default is the wall clock of each call, where calls
+    /// return when their work is done.
     ///
     /// # Errors
     /// Whatever the backend reports.
@@ -56,26 +57,28 @@ pub trait TimedStores: Backend {
         Self: Sized,
     {
         let windows: Vec<WindowMove> = batch.windows();
-        let mut seconds = f64::INFINITY;
-        for _ in 0..3 {
+        let mut samples = Vec::with_capacity(PACKED);
+        for _ in 0..PACKED {
             let start = Instant::now();
             self.pack_windows(&batch.shape, &batch.open, packed, &windows)?;
-            self.download(&batch.keys).await?;
-            seconds = seconds.min(start.elapsed().as_secs_f64());
+            samples.push(start.elapsed().as_secs_f64());
         }
-        Ok(PackTimes { full: seconds, idle: 0.0 })
+        Ok(PackTimes { full: Median::of(samples), idle: 0.0 })
     }
 
     /// The clock of both.
     const CLOCK: &'static str = "wall clock";
 }
 
-/// Seconds that packing takes.
+/// How often windows are packed where calls are timed by the wall clock.
+const PACKED: usize = 5;
+
+/// What packing takes.
 #[derive(Clone, Copy)]
 pub struct PackTimes {
     /// One full page of every sequence.
-    pub full: f64,
-    /// A step that has no full page: a graph that was captured launches the kernel all the same.
+    pub full: Median,
+    /// Seconds of a step that has no full page: a graph that was captured launches the kernel all the same.
     pub idle: f64,
 }
 
@@ -118,9 +121,11 @@ struct AppendRow {
     token: &'static str,
     /// A step of `append`, one token for each sequence.
     append_us: f64,
+    append_spread: Spread,
     /// The packing of full windows, spread over the 128 steps that fill them, with what steps pay that have none;
     /// nothing where tokens are packed at once.
     pack_us: Option<f64>,
+    pack_spread: Option<Spread>,
     /// Both, for one token.
     token_ns: f64,
     /// How much of the guard's best rate was missing before or after, in percent.
@@ -189,7 +194,7 @@ async fn row<B: TimedStores + Timed>(
             let times = backend.time_pack(&mut batch, &mut packed).await?;
             slowest = slowest.min(guard.look(backend).await?);
             batch.check_packed(backend, &mut packed).await?;
-            Some(times.full / TILE_TOKENS as f64 + times.idle)
+            Some(times.full.part(TILE_TOKENS, times.idle))
         }
     };
     Ok(AppendRow {
@@ -199,9 +204,11 @@ async fn row<B: TimedStores + Timed>(
             _ if at_once => "packed",
             _ => "f16 window",
         },
-        append_us: append * 1e6,
-        pack_us: pack.map(|pack| pack * 1e6),
-        token_ns: (append + pack.unwrap_or(0.0)) * 1e9 / SEQUENCES as f64,
+        append_us: append.us(),
+        append_spread: append.spread,
+        pack_us: pack.map(|pack| pack.us()),
+        pack_spread: pack.map(|pack| pack.spread),
+        token_ns: (append.us() + pack.map_or(0.0, |pack| pack.us())) * 1e3 / SEQUENCES as f64,
         guard_low_percent: guard.missing(slowest) * 100.0,
     })
 }
@@ -330,8 +337,8 @@ fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
         table.add_row([
             row.format.clone(),
             row.token.into(),
-            format!("{:.2}", row.append_us),
-            row.pack_us.map_or("-".into(), |pack| format!("{pack:.2}")),
+            figure(row.append_us, row.append_spread, 2),
+            figure_or_dash(row.pack_us, row.pack_spread, 2),
             format!("{:.1}", row.token_ns),
         ]);
     }
@@ -342,6 +349,7 @@ fn print_report(report: &AppendReport, tolerated: f64) -> Result<()> {
     say!(
         "\npack: a full window of each sequence, spread over the 128 steps that fill it, and what steps pay that have none."
     )?;
+    say!("{SPREAD}")?;
     Ok(())
 }
 

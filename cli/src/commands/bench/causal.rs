@@ -8,11 +8,11 @@ use kvpack::conformance::{BatchLengths, DecodeData, DecodeShape, PageOrder, Work
 use kvpack::cpu::nmse;
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
-use kvpack_report::Run;
+use kvpack_report::{Run, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
-use super::timed::{Guard, Timed};
+use super::timed::{Guard, SPREAD, Timed, figure};
 use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
 use crate::provenance;
@@ -48,8 +48,10 @@ struct CausalRow {
     queries: usize,
     /// The queries as one causal run.
     run_us: f64,
+    run_spread: Spread,
     /// The same queries as decode steps of sequences of their own.
     apart_us: f64,
+    apart_spread: Spread,
     /// Of the run's outputs against those of single queries.
     nmse: f64,
     timer: &'static str,
@@ -168,7 +170,9 @@ impl<B: Timed> Stored<B> {
             format: format.to_string(),
             queries,
             run_us,
+            run_spread: run.spread,
             apart_us,
+            apart_spread: apart.spread,
             nmse,
             timer: run.timer,
             guard_low_percent,
@@ -186,14 +190,16 @@ fn print_report(report: &CausalReport) -> Result<()> {
     let CausalReport { backend, query_heads, kv_heads, head_dim, tokens, .. } = report;
     say!("{backend}\n")?;
     say!("{query_heads} query over {kv_heads} KV heads of {head_dim}, one sequence of {tokens} tokens\n")?;
-    say!("{:<44} {:>7} {:>10} {:>10} {:>7} {:>8}", "format", "queries", "run µs", "apart µs", "times", "NMSE")?;
+    say!("{:<44} {:>7} {:>23} {:>23} {:>7} {:>8}", "format", "queries", "run µs", "apart µs", "times", "NMSE")?;
     for row in &report.rows {
         let CausalRow { format, queries, run_us, apart_us, nmse, guard_low_percent, .. } = row;
         let times = apart_us / run_us;
-        say!("{format:<44} {queries:>7} {run_us:>10.1} {apart_us:>10.1} {times:>7.2} {nmse:>8.0e}")?;
+        let (run, apart) = (figure(*run_us, row.run_spread, 1), figure(*apart_us, row.apart_spread, 1));
+        say!("{format:<44} {queries:>7} {run:>23} {apart:>23} {times:>7.2} {nmse:>8.0e}")?;
         if *guard_low_percent > UNSTEADY_PERCENT {
             note!("the device ran {guard_low_percent:.0} % below its best around that row");
         }
     }
+    say!("{SPREAD}")?;
     Ok(())
 }

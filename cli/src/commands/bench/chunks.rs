@@ -8,12 +8,12 @@ use kvpack::backend::{AttendOptions, FilledStores, NewSpan, SpanSource, TensorRo
 use kvpack::conformance::{BatchFormat, BatchLengths, BatchPart, DecodeData, DecodeShape, PageOrder, Workload};
 use kvpack::plan::{Rows, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
-use kvpack_report::Run;
+use kvpack_report::{Median, Run, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::evict::{Call, Prompt, TimedSelection, time_calls};
-use super::timed::{Guard, Timed};
+use super::timed::{Guard, SPREAD, Timed, figure, figure_or_dash};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
@@ -45,6 +45,7 @@ struct ChunksReport {
 struct StepRow {
     what: String,
     us: f64,
+    spread: Spread,
     /// Of the read bandwidth, by the bytes of codes and ranges.
     bandwidth_percent: f64,
     launches: usize,
@@ -74,16 +75,25 @@ struct PackRow {
     what: &'static str,
     /// Its kernels, by the clock of the device.
     kernels_us: Option<f64>,
+    kernels_spread: Option<Spread>,
     /// The calls, by the wall clock.
     call_us: f64,
+    call_spread: Spread,
     /// How much of the guard's best rate was missing before or after, in percent.
     guard_low_percent: f64,
 }
 
 impl PackRow {
-    /// Of the seconds of its kernels and of a call.
-    fn new(what: &'static str, ((kernels, call), guard_low_percent): ((Option<f64>, f64), f64)) -> Self {
-        Self { what, kernels_us: kernels.map(|seconds| seconds * 1e6), call_us: call * 1e6, guard_low_percent }
+    /// Of its kernels and of a call.
+    fn new(what: &'static str, ((kernels, call), guard_low_percent): ((Option<Median>, Median), f64)) -> Self {
+        Self {
+            what,
+            kernels_us: kernels.map(|kernels| kernels.us()),
+            kernels_spread: kernels.map(|kernels| kernels.spread),
+            call_us: call.us(),
+            call_spread: call.spread,
+            guard_low_percent,
+        }
     }
 }
 
@@ -160,8 +170,8 @@ async fn step_row<B: Timed>(
     let time = async || Ok(backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?);
     let (times, guard_low_percent) = guard.watch(backend, time).await?;
     let bandwidth_percent = workload.step_bytes as f64 / times.seconds / bandwidth * 100.0;
-    let launches = times.launches.len();
-    Ok(StepRow { what, us: times.seconds * 1e6, bandwidth_percent, launches, guard_low_percent })
+    let (launches, us, spread) = (times.launches.len(), times.seconds * 1e6, times.spread);
+    Ok(StepRow { what, us, spread, bandwidth_percent, launches, guard_low_percent })
 }
 
 /// Packs a prompt whose chunks go to three stores in turn, by several ways.
@@ -263,17 +273,17 @@ fn print_report(report: &ChunksReport) -> Result<()> {
     say!("\nDecode, {sequences} × {tokens} tokens, {query_heads} query heads over {kv_heads} KV heads × {head_dim}")?;
     let mut table = print::results(&["stored as", "µs", "% of read bandwidth", "launches"], 1);
     for row in &report.steps {
-        let (us, percent) = (format!("{:.1}", row.us), format!("{:.0}", row.bandwidth_percent));
+        let (us, percent) = (figure(row.us, row.spread, 1), format!("{:.0}", row.bandwidth_percent));
         table.add_row([row.what.clone(), us, percent, row.launches.to_string()]);
     }
     say!("{table}")?;
     say!("\nA prompt of {tokens} tokens, one layer, chunks of {CHUNK}")?;
     let mut table = print::results(&["what", "kernels µs", "call µs"], 1);
     for row in &report.packing {
-        let kernels = row.kernels_us.map_or("-".into(), |us| format!("{us:.1}"));
-        table.add_row([row.what.into(), kernels, format!("{:.1}", row.call_us)]);
+        let kernels = figure_or_dash(row.kernels_us, row.kernels_spread, 1);
+        table.add_row([row.what.into(), kernels, figure(row.call_us, row.call_spread, 1)]);
     }
-    say!("{table}")?;
+    say!("{table}\n{SPREAD}")?;
     let steps = report.steps.iter().map(|row| (row.what.as_str(), row.guard_low_percent));
     let packing = report.packing.iter().map(|row| (row.what, row.guard_low_percent));
     for (what, low) in steps.chain(packing).filter(|&(_, low)| low > UNSTEADY_PERCENT) {

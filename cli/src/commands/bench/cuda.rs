@@ -10,7 +10,7 @@ use kvpack::cuda::{
     compute_guard, read_bandwidth, time_launches, time_steps,
 };
 use kvpack::plan::{ElementType, TokenWrite, WriteTable};
-use kvpack_report::StepTimes;
+use kvpack_report::{Median, StepTimes};
 
 use super::append::{Batch, PackTimes, SEQUENCES, TimedStores};
 use super::timed::{Sizes, Timed};
@@ -30,7 +30,7 @@ const MOST_REPLAYS: usize = 200;
 impl TimedStores for Cuda {
     const CLOCK: &'static str = "CUDA graph, events";
 
-    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> Result<f64> {
+    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> Result<Median> {
         let tables = batch.append_tables(batch.open.step_capacity(SEQUENCES, 0), steps)?;
         let flags = NonFiniteFlags::new(self.stream(), 1)?;
         // The steps of one graph have a table each; those of an engine are replays with one.
@@ -43,7 +43,7 @@ impl TimedStores for Cuda {
         };
         let bound = tables.iter().map(bind).collect::<Result<Vec<_>>>()?;
         let timing = time_launches(self, |step| bound[step].launch(), bound.len(), WARM_UP, STORE_REPLAYS)?;
-        Ok(timing.median().as_secs_f64())
+        Ok(Median::of_durations(&timing.sorted))
     }
 
     async fn time_pack(&self, batch: &mut Batch<Self>, packed: &mut Store) -> Result<PackTimes> {
@@ -53,9 +53,9 @@ impl TimedStores for Cuda {
         let time = |table: &WriteTable| {
             memory.write(self.stream(), table)?;
             let timing = time_launches(self, |_| bound.launch(), STEPS_PER_GRAPH, WARM_UP, STORE_REPLAYS)?;
-            Ok::<_, kvpack::Error>(timing.median().as_secs_f64())
+            Ok::<_, kvpack::Error>(Median::of_durations(&timing.sorted))
         };
-        let idle = time(&idle)?;
+        let idle = time(&idle)?.seconds;
         Ok(PackTimes { full: time(&full)?, idle })
     }
 }

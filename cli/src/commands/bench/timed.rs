@@ -3,7 +3,7 @@
 use kvpack::backend::AttendOptions;
 use kvpack::conformance::{DecodeData, Workload};
 use kvpack::{Backend, Result};
-use kvpack_report::StepTimes;
+use kvpack_report::{Spread, StepTimes};
 
 /// Attempts to time a row while the device keeps its clock.
 pub const ATTEMPTS: usize = 3;
@@ -127,6 +127,24 @@ impl Sizes {
         if self.is_gpu() { self.footprint } else { 1 }
     }
 }
+
+/// A figure for a table: with `digits` behind the point, half of the distance between its quartiles, and its samples. One
+/// sample says nothing of a distance.
+pub fn figure(us: f64, spread: Spread, digits: usize) -> String {
+    match spread.samples {
+        1 => format!("{us:.digits$} (1)"),
+        samples => format!("{us:.digits$} ± {:.1} % ({samples})", spread.percent_of(us)),
+    }
+}
+
+/// The same of a figure that a row may lack.
+pub fn figure_or_dash(figure_us: Option<f64>, spread: Option<Spread>, digits: usize) -> String {
+    figure_us.zip(spread).map_or("-".into(), |(us, spread)| figure(us, spread, digits))
+}
+
+/// What tables of such figures say below.
+pub const SPREAD: &str =
+    "±: half of the distance between the quartiles of the samples. Brackets: how many samples there are.";
 
 /// The middle of some durations, of which there is at least one.
 pub fn median(mut values: Vec<f64>) -> f64 {

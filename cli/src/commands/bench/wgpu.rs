@@ -12,7 +12,7 @@ use kvpack::wgpu::{
     AttendStep, AttendTensors, BoundStoreStep, Launches, NonFiniteFlags, Scratch, Store, StoreStep, Tensor, Wgpu,
     WriteMemory,
 };
-use kvpack_report::StepTimes;
+use kvpack_report::{Median, StepTimes};
 
 use super::append::{Batch, PackTimes, SEQUENCES, TimedStores};
 use super::timed::{Sizes, Timed};
@@ -93,7 +93,7 @@ impl Timed for Wgpu {
 impl TimedStores for Wgpu {
     const CLOCK: &'static str = "GPU timestamps where the device has them";
 
-    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> Result<f64> {
+    async fn time_append(&self, batch: &mut Batch<Self>, steps: &[Vec<TokenWrite>]) -> Result<Median> {
         let tables = batch.append_tables(batch.open.step_capacity(SEQUENCES, 0), steps)?;
         let flags = NonFiniteFlags::new(self.device(), 1)?;
         // Steps that are measured together are submitted together, so that each has a table of its own on the device.
@@ -118,8 +118,8 @@ impl TimedStores for Wgpu {
     }
 }
 
-/// Seconds of one of several steps, which are gone round.
-async fn median_of(backend: &Wgpu, bound: &[BoundStoreStep], tables: &[WriteTable]) -> Result<f64> {
+/// One of several steps, which are gone round.
+async fn median_of(backend: &Wgpu, bound: &[BoundStoreStep], tables: &[WriteTable]) -> Result<Median> {
     for (step, table) in bound.iter().zip(tables) {
         // What encoding could refuse, it refuses now.
         let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -136,7 +136,8 @@ async fn median_of(backend: &Wgpu, bound: &[BoundStoreStep], tables: &[WriteTabl
     // Steps that are measured together write the same pages, so that each waits for the one before.
     let together = work.len().min(STEPS_TOGETHER);
     let repeats = Repeats { warm_up: work.len().max(3), timed: (4 * work.len() / together).max(20), together };
-    Ok(measure::time(backend, &work, repeats).await?.median().as_secs_f64())
+    let timing = measure::time(backend, &work, repeats).await?;
+    Ok(Median::of_durations(&timing.sorted))
 }
 
 /// The step over one copy, with tables of its own. All steps write the same states and output, so that each waits for

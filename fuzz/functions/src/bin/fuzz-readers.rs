@@ -1,4 +1,4 @@
-//! Changed inputs through the readers, on stable Rust: how many, and what was found.
+//! Changed inputs through the readers, on stable Rust: how many, how many of them were taken, and what was found.
 //!
 //!     fuzz-readers TARGET INPUTS SEED
 //!
@@ -17,6 +17,9 @@ use kvpack_fuzz::{TARGETS, Target, mutate};
 /// What one input may take.
 const MOST_TIME: Duration = Duration::from_secs(10);
 
+/// Bytes up to which all seeds are alike.
+const SMALL: usize = 20_000;
+
 /// Inputs between two lines that say how far a run has come.
 const REPORT: u64 = 500_000;
 
@@ -32,20 +35,38 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     let seeds: Vec<Vec<u8>> = mutate::seeds(name).iter().map(|file| fs::read(file).unwrap_or_default()).collect();
+    if seeds.is_empty() {
+        eprintln!("there are no seeds of {name} in fuzz/corpus");
+        return ExitCode::from(2);
+    }
+    let mut end = 0.0;
+    let shares = seeds.iter().map(|seed| {
+        end += share(seed);
+        end
+    });
+    let shares: Vec<f64> = shares.collect();
     set_hook(Box::new(|_| ()));
     let start = Instant::now();
-    let (next, found) = (AtomicU64::new(0), AtomicU64::new(0));
-    let run = Run { name, target, seeds: &seeds, seed, inputs, next: &next, found: &found };
+    let (next, taken, found) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let run =
+        Run { name, target, seeds: &seeds, shares: &shares, seed, inputs, next: &next, taken: &taken, found: &found };
     thread::scope(|scope| {
         let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
         (0..threads).for_each(|_| {
             scope.spawn(|| run.take_inputs());
         });
     });
-    let found = found.into_inner();
+    let (taken, found) = (taken.into_inner(), found.into_inner());
     let seconds = start.elapsed().as_secs_f64();
-    println!("{name}: {inputs} inputs from {} seeds, seed {seed}, {seconds:.0} s, {found} found", seeds.len());
+    let of_seeds = format!("{} seeds, seed {seed}", seeds.len());
+    println!("{name}: {inputs} inputs from {of_seeds}, {seconds:.0} s, {taken} taken, {found} found");
     if found == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// How often a seed is changed, beside others: a large one takes as much time as many small ones, and most of it is the
+/// same data behind another header.
+fn share(seed: &[u8]) -> f64 {
+    1.0 / (seed.len().max(SMALL) as f64)
 }
 
 /// What all threads share.
@@ -53,9 +74,12 @@ struct Run<'a> {
     name: &'a str,
     target: Target,
     seeds: &'a [Vec<u8>],
+    /// Where the share of each seed ends.
+    shares: &'a [f64],
     seed: u64,
     inputs: u64,
     next: &'a AtomicU64,
+    taken: &'a AtomicU64,
     found: &'a AtomicU64,
 }
 
@@ -71,7 +95,9 @@ impl Run<'_> {
             }
             let input = self.input(number);
             let start = Instant::now();
-            let panicked = catch_unwind(AssertUnwindSafe(|| (self.target)(&input))).is_err();
+            let taken = catch_unwind(AssertUnwindSafe(|| (self.target)(&input)));
+            let panicked = taken.is_err();
+            self.taken.fetch_add(u64::from(taken.unwrap_or(false)), Ordering::Relaxed);
             if panicked || start.elapsed() > MOST_TIME {
                 self.keep(number, &input, if panicked { "panic" } else { "slow" });
             }
@@ -80,7 +106,10 @@ impl Run<'_> {
 
     fn input(&self, number: u64) -> Vec<u8> {
         let mut random = fastrand::Rng::with_seed(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(number));
-        let pick = |random: &mut fastrand::Rng| &self.seeds[random.usize(..self.seeds.len())];
+        let pick = |random: &mut fastrand::Rng| {
+            let at = random.f64() * self.shares.last().unwrap_or(&0.0);
+            &self.seeds[self.shares.partition_point(|&end| end <= at).min(self.seeds.len() - 1)]
+        };
         let mut input = pick(&mut random).clone();
         if random.u8(..8) == 0 {
             input = mutate::splice(&input, pick(&mut random), &mut random);

@@ -9,6 +9,7 @@ use kvpack::cuda::{
     time_launches,
 };
 use kvpack::plan::TokenIndices;
+use kvpack_report::Median;
 
 use super::kernels::{Call, TimedSelection};
 
@@ -22,11 +23,12 @@ const WARM_UP: Duration = Duration::from_millis(200);
 const REPLAYS: usize = 20;
 
 impl TimedSelection for Cuda {
-    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<f64>> {
+    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<Median>> {
         let bound = calls.iter().map(|call| bind(self, call)).collect::<Result<Vec<_>>>()?;
         let together = bound.len() * CALLS_PER_GRAPH.div_ceil(bound.len());
         let launch = |index: usize| bound[index % bound.len()].launch(self.stream());
-        Ok(Some(time_launches(self, launch, together, WARM_UP, REPLAYS)?.median().as_secs_f64()))
+        let timing = time_launches(self, launch, together, WARM_UP, REPLAYS)?;
+        Ok(Some(Median::of_durations(&timing.sorted)))
     }
 }
 

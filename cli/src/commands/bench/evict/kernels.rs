@@ -6,8 +6,9 @@ use kvpack::backend::{KeptAndEvicted, QueriesAndKeys, TensorRows};
 use kvpack::cpu::Cpu;
 use kvpack::policy::{Merging, StatsRequest};
 use kvpack::{AttentionShape, Backend, Result};
+use kvpack_report::Median;
 
-use super::super::timed::{Timed, median};
+use super::super::timed::Timed;
 
 /// A call of [`kvpack::backend::TokenSelection`].
 pub enum Call<'a, B: Backend> {
@@ -25,12 +26,12 @@ pub enum Call<'a, B: Backend> {
 
 /// A backend whose kernels of selection can be timed by themselves.
 pub trait TimedSelection: Timed {
-    /// Seconds of the kernels of a call, going round like calls over other memory; `None` where a device has no
+    /// The kernels of a call, going round like calls over other memory; `None` where a device has no
     /// clock for them.
     ///
     /// # Errors
     /// Whatever the backend reports.
-    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<f64>>;
+    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<Median>>;
 
     /// The kernels of a call in order, where a device chooses among several; otherwise none.
     ///
@@ -42,7 +43,7 @@ pub trait TimedSelection: Timed {
 }
 
 impl TimedSelection for Cpu {
-    async fn time_kernels(&self, _: &[Call<'_, Self>]) -> Result<Option<f64>> {
+    async fn time_kernels(&self, _: &[Call<'_, Self>]) -> Result<Option<Median>> {
         Ok(None)
     }
 }
@@ -82,7 +83,7 @@ pub async fn time_calls<B: Timed>(
     backend: &B,
     last: &B::Tensor,
     mut call: impl FnMut(usize) -> Result<()>,
-) -> Result<f64> {
+) -> Result<Median> {
     let (queued, measurements) = if backend.sizes().is_gpu() { (QUEUED, MEASUREMENTS) } else { (1, 1) };
     let mut seconds = Vec::with_capacity(measurements);
     // The first round compiles kernels.
@@ -95,5 +96,5 @@ pub async fn time_calls<B: Timed>(
             seconds.push(start.elapsed().as_secs_f64() / queued as f64);
         }
     }
-    Ok(median(seconds))
+    Ok(Median::of(seconds))
 }

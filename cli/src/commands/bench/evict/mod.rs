@@ -19,11 +19,11 @@ use kvpack::policy::{
     ColumnRequest, DEFAULT_THRESHOLD, HeadAggregation, Merging, Policy, RowStatsSource, Spans, StatsRequest,
 };
 use kvpack::{AttentionShape, Bits, SegmentFormat};
-use kvpack_report::Run;
+use kvpack_report::{Median, Run, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
-use super::timed::{Guard, Timed};
+use super::timed::{Guard, SPREAD, Timed, figure_or_dash};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
@@ -67,9 +67,11 @@ struct EvictRow {
     kernels: Vec<&'static str>,
     /// Its kernels, by the clock of the device.
     kernels_us: Option<f64>,
+    kernels_spread: Option<Spread>,
     /// The call, by the wall clock, with what the host does for it; nothing of decode steps, which the
     /// suite `step` has.
     call_us: Option<f64>,
+    call_spread: Option<Spread>,
     /// How much of the guard's best rate was missing before or after, in percent.
     guard_low_percent: f64,
 }
@@ -86,7 +88,25 @@ struct Watched<'a, B> {
 impl EvictRow {
     /// A row without figures.
     const fn of(tokens: usize, what: String) -> Self {
-        Self { tokens, what, kernels: Vec::new(), kernels_us: None, call_us: None, guard_low_percent: 0.0 }
+        Self {
+            tokens,
+            what,
+            kernels: Vec::new(),
+            kernels_us: None,
+            kernels_spread: None,
+            call_us: None,
+            call_spread: None,
+            guard_low_percent: 0.0,
+        }
+    }
+
+    fn with_kernels(self, kernels: Option<Median>) -> Self {
+        let (kernels_us, kernels_spread) = (kernels.map(|of| of.us()), kernels.map(|of| of.spread));
+        Self { kernels_us, kernels_spread, ..self }
+    }
+
+    fn with_call(self, call: Median) -> Self {
+        Self { call_us: Some(call.us()), call_spread: Some(call.spread), ..self }
     }
 }
 
@@ -171,7 +191,7 @@ async fn time_rows<B: TimedSelection + Clone>(
         };
         let call = time_calls(backend, &scores[0], pack).await?;
         let what = format!("gather and pack {k} tokens, {format}");
-        watched.push([EvictRow { call_us: Some(call * 1e6), ..EvictRow::of(tokens, what.clone()) }]).await?;
+        watched.push([EvictRow::of(tokens, what.clone()).with_call(call)]).await?;
         let (keys, _) = stores.read(backend, &span[0]).await?;
         prompt.check_stored(&what, &keys, &backend.download_indices(kept).await?)?;
     }
@@ -220,9 +240,8 @@ async fn call_row<B: TimedSelection>(
     let names = calls.first().map_or(Ok(Vec::new()), |call| backend.kernel_names(call))?;
     let kernels = backend.time_kernels(calls).await?;
     let call = time_calls(backend, &prompt.lse, |at| calls[at % calls.len()].make(backend)).await?;
-    let us = |seconds: f64| seconds * 1e6;
-    let row = EvictRow::of(prompt.rows.tokens, what);
-    Ok(EvictRow { kernels: names, kernels_us: kernels.map(us), call_us: Some(us(call)), ..row })
+    let row = EvictRow::of(prompt.rows.tokens, what).with_kernels(kernels).with_call(call);
+    Ok(EvictRow { kernels: names, ..row })
 }
 
 /// A prompt observed, and compressed in all layers of a model: per layer, by the wall clock.
@@ -258,7 +277,7 @@ async fn compress_rows<B: TimedSelection + Clone>(backend: &B, prompt: &Prompt<B
         let compressed = start.elapsed();
         if round > 0 {
             for (times, time) in times.iter_mut().zip([measured, selected, compressed]) {
-                times.push(time.as_secs_f64() / LAYERS as f64 * 1e6);
+                times.push(time.as_secs_f64() / LAYERS as f64);
             }
         }
         if round == rounds {
@@ -267,8 +286,7 @@ async fn compress_rows<B: TimedSelection + Clone>(backend: &B, prompt: &Prompt<B
     }
     let names = ["ModelCache::observe, a layer", "ObservedPrompt::select, a layer", "ModelCache::compress, a layer"];
     let row = |(name, times): (&str, Vec<f64>)| {
-        let call_us = Some(super::timed::median(times));
-        EvictRow { call_us, ..EvictRow::of(tokens, format!("{name} (vlcache, merged, calibquant:4)")) }
+        EvictRow::of(tokens, format!("{name} (vlcache, merged, calibquant:4)")).with_call(Median::of(times))
     };
     Ok(names.into_iter().zip(times).map(row).collect())
 }
@@ -296,16 +314,17 @@ async fn decode_row<B: Timed>(
     ensure!(checked.passed(), Wrong(format!("{format}: {}", checked.reason())));
     let times = backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?;
     let what = format!("decode step, {format}");
-    Ok(EvictRow { kernels_us: Some(times.seconds * 1e6), ..EvictRow::of(tokens, what) })
+    Ok(EvictRow::of(tokens, what).with_kernels(Some(times.median())))
 }
 
 fn print_report(report: &EvictReport) -> Result<()> {
     say!("{}", report.backend)?;
     say!("\nOne layer, {} query heads over {} KV heads × {}", report.query_heads, report.kv_heads, report.head_dim)?;
     let mut table = print::results(&["tokens", "what", "kernels µs", "call µs"], 2);
-    let time = |time: Option<f64>| time.map_or("-".into(), |time| format!("{time:.1}"));
     for row in &report.rows {
-        table.add_row([row.tokens.to_string(), row.what.clone(), time(row.kernels_us), time(row.call_us)]);
+        let kernels = figure_or_dash(row.kernels_us, row.kernels_spread, 1);
+        let call = figure_or_dash(row.call_us, row.call_spread, 1);
+        table.add_row([row.tokens.to_string(), row.what.clone(), kernels, call]);
     }
     say!("{table}")?;
     for row in report.rows.iter().filter(|row| !row.kernels.is_empty()) {
@@ -316,5 +335,6 @@ fn print_report(report: &EvictReport) -> Result<()> {
         say!("{tokens} tokens, {what}: the device ran {guard_low_percent:.0} % below its best before or after it")?;
     }
     say!("kernels: by the clock of the device. call: by the wall clock, on a GPU eight queued before a wait.")?;
+    say!("{SPREAD}")?;
     Ok(())
 }

@@ -8,6 +8,7 @@ use kvpack::wgpu::measure::{self, Clock, Encode, Repeats};
 use kvpack::wgpu::{
     AttentionStatsPlan, GatherPlan, Indices, Launches, MergePlan, ReorderChunksPlan, Tensor, TopKPlan, Variant, Wgpu,
 };
+use kvpack_report::Median;
 
 use super::kernels::{Call, TimedSelection};
 
@@ -22,14 +23,15 @@ impl TimedSelection for Wgpu {
         Ok(variants.iter().map(Variant::kernel).collect())
     }
 
-    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<f64>> {
+    async fn time_kernels(&self, calls: &[Call<'_, Self>]) -> Result<Option<Median>> {
         let bound = calls.iter().map(|call| bind(self, call)).collect::<Result<Vec<_>>>()?;
         let encode: Vec<_> =
             bound.iter().map(|launches| |pass: &mut wgpu::ComputePass<'_>| launches.encode(pass)).collect();
         let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
         let timing = measure::time(self, &work, REPEATS).await?;
         // The wall clock is taken of whole calls.
-        Ok((timing.clock == Clock::Gpu).then(|| timing.median().as_secs_f64()))
+        let median = || Median::of_durations(&timing.sorted);
+        Ok((timing.clock == Clock::Gpu).then(median))
     }
 }
 

@@ -10,6 +10,7 @@ use kvpack::cuda::cudarc::driver::{CudaGraph, DriverError};
 use kvpack::cuda::{Cuda, LaunchMemory, LayerTensors, ModelStep, Tensor, WrittenStep, time_launches};
 use kvpack::plan::ElementType;
 use kvpack::{Error, Result};
+use kvpack_report::Median;
 
 use super::{Measured, ModelEngine, Tensors, TimedModel};
 
@@ -78,7 +79,8 @@ impl ModelEngine<Cuda> for Engine {
         let step = self.steps.write(&cache.open_steps()?[0])?;
         let time = |launch: &dyn Fn(usize) -> Result<()>| {
             let timing = time_launches(&self.backend, launch, self.layers, WARM_UP, REPLAYS)?;
-            Ok::<_, Error>(timing.median().as_secs_f64() * self.layers as f64)
+            let of_all = |time: &Duration| time.as_secs_f64() * self.layers as f64;
+            Ok::<_, Error>(Median::of(timing.sorted.iter().map(of_all).collect()))
         };
         (0..self.layers).try_for_each(|layer| step.launch(layer))?;
         let output = self.backend.download(&self.tensors.output).await?;

@@ -14,10 +14,10 @@ use kvpack::cache::{ModelCache, ModelRecipe, PromptSpan, StoreId, StoreRoom, Tok
 use kvpack::cpu::nmse;
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, Error, TILE_TOKENS};
-use kvpack_report::Run;
+use kvpack_report::{Median, Run, Spread};
 use serde::Serialize;
 
-use super::timed::{Timed, random_rows};
+use super::timed::{SPREAD, Timed, figure, figure_or_dash, random_rows};
 use crate::outcome::Wrong;
 use crate::print::{self, note, say};
 use crate::provenance;
@@ -27,6 +27,9 @@ const RECIPES: [&str; 5] = ["f16", "saw-int4", "calibquant:4", "calibquant:2", "
 
 /// The number of timed steps, in which every sequence fills one window.
 const STEPS: usize = TILE_TOKENS;
+
+/// Steps of a sample: the device is waited for between samples.
+const STEPS_TOGETHER: usize = 32;
 
 /// Steps before them, until kernels are compiled and the device has raised its clock.
 const WARM_UP: usize = 64;
@@ -101,8 +104,8 @@ pub trait ModelEngine<B: Backend> {
 pub struct Measured {
     /// Output of the last layer.
     pub output: Vec<f32>,
-    /// Seconds of the kernels of all layers: of what they store, and of attention.
-    pub kernels: Option<[f64; 2]>,
+    /// The kernels of all layers: of what they store, and of attention.
+    pub kernels: Option<[Median; 2]>,
 }
 
 /// What was found, as it is printed in JSON.
@@ -124,14 +127,19 @@ struct StepRow {
     sequences: usize,
     tokens: usize,
     recipe: String,
-    /// By the wall clock, steps queued one after the other.
+    /// By the wall clock, steps queued one after the other: the mean, because few steps pack windows. A sample is the
+    /// mean of some of the steps.
     wall_us: f64,
+    wall_spread: Spread,
     /// Of that, what the host does before it could go on.
     host_us: f64,
+    host_spread: Spread,
     /// The kernels that store, by the clock of the device.
     store_us: Option<f64>,
+    store_spread: Option<Spread>,
     /// The kernels of attention, by the clock of the device.
     attend_us: Option<f64>,
+    attend_spread: Option<Spread>,
     /// Of the timed steps, those that something was allocated for.
     bound_anew: usize,
     steps: usize,
@@ -186,7 +194,8 @@ pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, json: bool) -> Re
         print::json(&report)?;
     } else {
         say!("\n{}, µs for one layer. wall: append, packing and attention as an engine runs them.", report.backend)?;
-        say!("kernels: the same by the clock of the device. host: until the engine may go on.")?;
+        say!("attend, store: their kernels by the clock of the device. host: until the engine may go on.")?;
+        say!("{SPREAD}")?;
     }
     Ok(())
 }
@@ -209,13 +218,17 @@ async fn row<B: TimedModel>(backend: &B, shape: AttentionShape, subject: Subject
     }
     engine.wait().await?;
 
-    let start = Instant::now();
     let mut bound_anew = 0;
-    for _ in 0..STEPS {
-        bound_anew += usize::from(engine.step(&mut cache, &runs)?);
+    let mut wall = Vec::with_capacity(STEPS / STEPS_TOGETHER);
+    for _ in 0..STEPS / STEPS_TOGETHER {
+        let start = Instant::now();
+        for _ in 0..STEPS_TOGETHER {
+            bound_anew += usize::from(engine.step(&mut cache, &runs)?);
+        }
+        engine.wait().await?;
+        wall.push(start.elapsed().as_secs_f64() / STEPS_TOGETHER as f64);
     }
-    engine.wait().await?;
-    let wall = start.elapsed().as_secs_f64() / STEPS as f64;
+    let mean = wall.iter().sum::<f64>() / wall.len() as f64;
 
     let mut host = Vec::with_capacity(HOST_STEPS);
     for _ in 0..HOST_STEPS {
@@ -233,9 +246,9 @@ async fn row<B: TimedModel>(backend: &B, shape: AttentionShape, subject: Subject
     let wrong = || Wrong(format!("{text}: NMSE {nmse:.1e} of an encoded step against the calls of the cache"));
     ensure!(nmse <= MOST_NMSE, wrong());
 
-    let of_layer = |seconds: f64| seconds / layers as f64 * 1e6;
-    let [store_us, attend_us] = [0, 1].map(|of| measured.kernels.map(|kernels| of_layer(kernels[of])));
-    let (wall_us, host_us) = (of_layer(wall), of_layer(super::timed::median(host)));
+    let of_layer = |median: Median| median.part(layers, 0.0);
+    let [store, attend] = [0, 1].map(|of| measured.kernels.map(|kernels| of_layer(kernels[of])));
+    let [wall, host] = [wall, host].map(|samples| of_layer(Median::of(samples)));
     let Subject { tokens, .. } = subject;
     let recipe = text.to_owned();
     Ok(StepRow {
@@ -243,10 +256,14 @@ async fn row<B: TimedModel>(backend: &B, shape: AttentionShape, subject: Subject
         sequences,
         tokens,
         recipe,
-        wall_us,
-        host_us,
-        store_us,
-        attend_us,
+        wall_us: mean / layers as f64 * 1e6,
+        wall_spread: wall.spread,
+        host_us: host.us(),
+        host_spread: host.spread,
+        store_us: store.map(|of| of.us()),
+        store_spread: store.map(|of| of.spread),
+        attend_us: attend.map(|of| of.us()),
+        attend_spread: attend.map(|of| of.spread),
         bound_anew,
         steps: STEPS,
         nmse,
@@ -288,26 +305,26 @@ async fn upload<B: Backend>(backend: &B, elements: usize, seed: u64) -> Result<B
 fn print_row(row: &StepRow, first: bool) -> Result<()> {
     if first {
         say!(
-            "{:>12} {:<14} {:>9} {:>9} {:>9} {:>9} {:>7} {:>9} {:>6}",
+            "{:>12} {:<14} {:>21} {:>21} {:>21} {:>9} {:>21} {:>9} {:>6}",
             "batch",
             "recipe",
             "wall µs",
-            "attend",
-            "store",
+            "attend µs",
+            "store µs",
             "wall/ker.",
-            "host",
+            "host µs",
             "anew",
             "NMSE"
         )?;
     }
-    let StepRow { sequences, tokens, recipe, wall_us, host_us, store_us, attend_us, bound_anew, steps, nmse, .. } = row;
+    let StepRow { sequences, tokens, recipe, wall_us, store_us, attend_us, bound_anew, steps, nmse, .. } = row;
     let batch = format!("{sequences} × {tokens}");
-    let time = |time: &Option<f64>| time.map_or("-".into(), |time| format!("{time:.1}"));
     let kernels = store_us.zip(*attend_us).map(|(store, attend)| wall_us / (store + attend));
     let ratio = kernels.map_or("-".into(), |ratio| format!("{ratio:.2}"));
-    let (store, attend, anew) = (time(store_us), time(attend_us), format!("{bound_anew}/{steps}"));
-    say!(
-        "{batch:>12} {recipe:<14} {wall_us:>9.1} {attend:>9} {store:>9} {ratio:>9} {host_us:>7.1} {anew:>9} {nmse:>6.0e}"
-    )?;
+    let (wall, host) = (figure(*wall_us, row.wall_spread, 1), figure(row.host_us, row.host_spread, 1));
+    let store = figure_or_dash(*store_us, row.store_spread, 1);
+    let attend = figure_or_dash(*attend_us, row.attend_spread, 1);
+    let anew = format!("{bound_anew}/{steps}");
+    say!("{batch:>12} {recipe:<14} {wall:>21} {attend:>21} {store:>21} {ratio:>9} {host:>21} {anew:>9} {nmse:>6.0e}")?;
     Ok(())
 }

@@ -6,6 +6,7 @@ use kvpack::cache::{ModelCache, TokenRun};
 use kvpack::plan::ElementType;
 use kvpack::wgpu::measure::{Repeats, time};
 use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
+use kvpack_report::Median;
 
 use super::{Measured, ModelEngine, Tensors, TimedModel};
 
@@ -66,7 +67,7 @@ impl ModelEngine<Wgpu> for Engine {
         let stored = time(&self.backend, &[&|pass| store(pass).unwrap_or(())], REPEATS).await?;
         let attended = time(&self.backend, &[&|pass| attend(pass).unwrap_or(())], REPEATS).await?;
         let output = self.backend.download(&self.tensors.output).await?;
-        let kernels = [stored, attended].map(|timing| timing.median().as_secs_f64());
+        let kernels = [stored, attended].map(|timing| Median::of_durations(&timing.sorted));
         Ok(Measured { output, kernels: Some(kernels) })
     }
 

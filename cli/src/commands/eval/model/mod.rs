@@ -114,7 +114,7 @@ impl<'a> Task<'a> {
             bail!("--lengths {shortest}: at least two tokens are needed, one to read and one to predict");
         }
         model.check_context(longest)?;
-        let mut tokens = model.tokenizer.encode(&text.content)?;
+        let mut tokens = model.tokenizer.encode_text(&text.content)?;
         if tokens.len() < longest {
             bail!("{} has {} tokens; --lengths asks for {longest}", text.name, tokens.len());
         }
@@ -145,7 +145,7 @@ fn evaluate<B: Backend + Clone>(
     let mut attention = PackedAttention::new(backend, &task.model.config, &f16)?;
     let reference = Reference::read(task.model, &mut attention, &task.tokens, &progress)?;
     progress.set_message("candle's attention");
-    let mut exact = ExactAttention::new(task.model.config.attention, task.model.config.layers);
+    let mut exact = ExactAttention::new(&task.model.config);
     let nmse = reference.nmse(task.model, &mut exact, &task.tokens[..compared], &progress)?;
 
     let mut report = report::report(task, (backend.name(), run), compared, nmse);

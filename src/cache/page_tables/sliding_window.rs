@@ -1,0 +1,67 @@
+//! Pages behind a layer's sliding window, which no later query sees.
+
+use super::super::change::Change;
+use super::PageTables;
+use crate::format::TILE_TOKENS;
+use crate::plan::{AttendPlan, TokenIndices, TokenRange};
+use crate::{Error, Result};
+
+/// Tokens behind the window whose pages stay, so that drafts can be taken back.
+const TAKEN_BACK: usize = TILE_TOKENS;
+
+impl<I: TokenIndices + Clone> PageTables<I> {
+    /// Releases the pages of a sequence that no query from its end on sees, once the change is committed. Does nothing in
+    /// a layer that sees all.
+    pub(super) fn release_behind_window(&mut self, change: &mut Change<I>, sequence: usize) {
+        let Some(left) = self.recipe.attention().window() else { return };
+        let of = &self.sequences[sequence];
+        let unseen = of.length.saturating_sub(left.saturating_add(TAKEN_BACK)) / TILE_TOKENS * TILE_TOKENS;
+        if unseen <= of.released {
+            return;
+        }
+        let Ok(positions) = TokenRange::new(0, unseen) else { return };
+        self.remember(change, sequence, 0);
+        change.freed.extend(self.sequences[sequence].forget(positions));
+        self.sequences[sequence].released = unseen;
+    }
+
+    /// Checks that a sequence of `length` tokens still holds what its next query sees.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(super) fn check_window(&self, sequence: usize, length: usize) -> Result<()> {
+        let (released, left) = (self.sequences[sequence].released, self.recipe.attention().window());
+        let Some(left) = left.filter(|&left| length > 0 && length.saturating_sub(left) < released) else {
+            return Ok(());
+        };
+        let reason = format!(
+            "sequence {sequence} released the tokens before position {released} behind a sliding window of {left} \
+             positions, and cannot keep {length}; keep at least {}, or none",
+            released + left
+        );
+        Err(Error::Plan { what: "truncation", reason })
+    }
+
+    /// Checks that a plan sees nothing that was released behind a sliding window.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(in crate::cache) fn check_seen(&self, plan: &AttendPlan) -> Result<()> {
+        for planned in plan.runs() {
+            let released = self.sequence(planned.run.sequence)?.released;
+            if released == 0 {
+                continue;
+            }
+            let first = (0..planned.run.queries).map(|query| planned.limits(query).from as usize).min();
+            if let Some(first) = first.filter(|&first| first < released) {
+                let reason = format!(
+                    "a query of sequence {} sees position {first}, but those before {released} were released behind a \
+                     sliding window; ask for the newest queries",
+                    planned.run.sequence
+                );
+                return Err(Error::Plan { what: "attention plan", reason });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! Policies: small examples with what follows by hand.
+
+use kvpack::plan::TokenRange;
+use kvpack::policy::{
+    BudgetRule, ColumnRequest, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows, Policy, Pool,
+    Pooling, PyramidShape, QueryPositions, Recent, ScoreRule, Selection, Spans, TextRule, Weighing, chunk_shares,
+    layer_sparsity, pyramid_budgets, uniform_budgets,
+};
+
+fn spans(tokens: usize, image: (usize, usize)) -> Spans {
+    Spans::new(tokens, &[TokenRange::new(image.0, image.1).unwrap()]).unwrap()
+}
+
+/// A policy that keeps half of the tokens.
+fn policy(recent: usize, text: TextRule, pooling: Option<Pooling>) -> Policy {
+    let scores = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling };
+    let keep = KeepRule::Best { recent: Recent::Tokens(recent), text };
+    Policy { ratio: 0.5, rows: MeasuredRows::All, scores, budget: BudgetRule::Uniform, keep, merging: None }
+}
+
+fn sums(column_sums: &[f32]) -> Vec<LayerStatistics> {
+    vec![LayerStatistics { column_sums: column_sums.to_vec(), counts: Vec::new() }]
+}
+
+/// One layer of one KV head.
+fn held(tokens: usize, kept: Vec<u32>) -> Selection {
+    Selection::new(vec![LayerSelection::new(tokens, vec![kept]).unwrap()]).unwrap()
+}
+
+#[test]
+fn the_first_layers_get_what_remains() {
+    assert_eq!(uniform_budgets(3, 10, 0.55).unwrap(), [6, 5, 5]);
+}
+
+/// The pyramid begins where the prompt is twice the capacity without the recent tokens.
+#[test]
+fn the_shortest_prompt_of_a_pyramid() {
+    let shape = PyramidShape { capacity: 20, recent: 4, beta: 20 };
+    assert_eq!(pyramid_budgets(4, 31, shape).unwrap(), [20; 4]);
+    assert_eq!(pyramid_budgets(4, 32, shape).unwrap(), [32, 24, 16, 8]);
+}
+
+#[test]
+fn the_sparsity_of_a_layer_is_the_mean() {
+    assert_eq!(layer_sparsity(&[0.25, 0.75, 0.5]), 0.5);
+    assert_eq!(layer_sparsity(&[]), 0.0);
+}
+
+#[test]
+fn the_first_of_equal_chunks_get_the_first_share() {
+    assert_eq!(chunk_shares(&[0.5; 4], &[0.5]).unwrap(), [0, 0, 1, 1]);
+    assert_eq!(chunk_shares(&[0.5, 0.5, 0.75, 0.5], &[0.25, 0.25]).unwrap(), [1, 2, 0, 2]);
+}
+
+/// The large sums of recent tokens do not spill into their neighbours.
+#[test]
+fn recent_tokens_are_not_pooled() {
+    let pooled = |pool| Some(Pooling::new(pool, 3).unwrap());
+    let sums = sums(&[0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 90.0, 90.0]);
+    for pool in [Pool::Average, Pool::Max] {
+        let policy = Policy { ratio: 0.375, ..policy(2, TextRule::Equal, pooled(pool)) };
+        let selection = policy.select(&Spans::new(8, &[]).unwrap(), 1, 1, &sums).unwrap();
+        assert_eq!(selection.layers()[0].kept(0), [0, 6, 7], "{pool:?}");
+    }
+}
+
+/// Text is what was text in the prompt, wherever a token is held now.
+#[test]
+fn text_stays_text_when_tokens_left() {
+    let sums = sums(&[9.0, 0.0, 5.0, 4.0, 0.0, 0.0]);
+    let again = |policy: Policy| {
+        let spans = spans(8, (0, 4));
+        let held = held(8, vec![2, 3, 4, 5, 6, 7]);
+        policy.select_again(&spans, &held, 1, &sums).unwrap().layers()[0].kept(0).to_vec()
+    };
+    assert_eq!(again(policy(2, TextRule::Raised, None)), [4, 5, 6, 7]);
+    assert_eq!(again(policy(2, TextRule::Equal, None)), [2, 4, 6, 7]);
+}
+
+/// A budget of more tokens than are held keeps all of them.
+#[test]
+fn no_more_is_kept_than_is_held() {
+    let again = policy(1, TextRule::Equal, None).select_again(
+        &Spans::new(8, &[]).unwrap(),
+        &held(8, vec![1, 4, 7]),
+        1,
+        &sums(&[1.0, 2.0, 3.0]),
+    );
+    assert_eq!(again.unwrap().layers()[0].kept(0), [1, 4, 7]);
+}
+
+#[test]
+fn every_layer_and_head_draws_its_own_tokens() {
+    let spans = Spans::new(40, &[]).unwrap();
+    let selection = Policy::random(0.5, 1).unwrap().select(&spans, 2, 2, &[]).unwrap();
+    let mut drawn: Vec<&[u32]> =
+        selection.layers().iter().flat_map(|layer| (0..2).map(|head| layer.kept(head))).collect();
+    assert!(drawn.iter().all(|kept| kept.len() == 20));
+    drawn.sort_unstable();
+    drawn.dedup();
+    assert_eq!(drawn.len(), 4);
+}
+
+/// Of an image that ends among the recent tokens, only the part before them may leave.
+#[test]
+fn what_stays_anyway_fits_the_budget() {
+    let (spans, rows) = (spans(10, (4, 8)), QueryPositions::last(1, 10).unwrap());
+    let policy = policy(4, TextRule::Stays, None);
+    assert!(policy.score_request(&spans, &rows, 8).unwrap().is_some());
+    assert!(policy.score_request(&spans, &rows, 7).is_err());
+}
+
+#[test]
+fn rows_that_are_measured() {
+    let measured = |policy: Policy| policy.rows_again(100);
+    assert_eq!(measured(Policy::vlcache(0.1).unwrap()), 50);
+    assert_eq!(measured(Policy::snapkv(0.1).unwrap()), 32);
+    assert_eq!(measured(Policy::h2o(0.1).unwrap()), 100);
+    assert_eq!(measured(Policy::streaming(4, 10)), 0);
+    let spans = spans(100, (0, 40));
+    let rows = |policy: Policy| policy.query_rows(&spans).unwrap().map(|rows| (rows.positions()[0], rows.len()));
+    assert_eq!(rows(Policy::vlcache(0.1).unwrap()), Some((50, 50)));
+    assert_eq!(rows(Policy::snapkv(0.1).unwrap()), Some((68, 32)));
+    assert_eq!(rows(Policy::h2o(0.1).unwrap()), Some((0, 100)));
+    assert_eq!(rows(Policy::streaming(4, 10)), None);
+}
+
+/// Shaders add it to scores, so it is finite.
+#[test]
+fn the_threshold_of_nothing_is_finite() {
+    let of = |threshold| ColumnRequest { aggregation: HeadAggregation::Each, threshold }.log_threshold().unwrap();
+    assert_eq!(of(Some(0.0)), Some(f32::MIN));
+    assert_eq!(of(Some(1.0)), Some(0.0));
+    assert_eq!(of(None), None);
+}
