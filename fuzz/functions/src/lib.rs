@@ -6,6 +6,7 @@
 
 mod cache;
 pub mod mutate;
+pub mod sequence;
 
 use kvpack::AttentionShape;
 use kvpack::cache::{Appended, KvCache, ModelRecipe};
@@ -19,8 +20,22 @@ pub use cache::cache;
 pub type Target = fn(&[u8]) -> bool;
 
 /// Every target by its name, which is that of its folder in the corpus.
-pub const TARGETS: [(&str, Target); 5] =
-    [("cache", cache), ("dump", dump), ("golden", golden), ("model", model), ("recipe", recipe)];
+pub const TARGETS: [(&str, Target); 6] = [
+    ("cache", cache),
+    ("dump", dump),
+    ("golden", golden),
+    ("model", model),
+    ("recipe", recipe),
+    ("sequence", read_sequence),
+];
+
+/// The reader of sequences that were swapped out.
+///
+/// # Panics
+/// As [`sequence::enters`].
+pub fn read_sequence(bytes: &[u8]) {
+    sequence::enters(bytes);
+}
 
 /// The reader of dumps of keys, values and queries.
 pub fn dump(bytes: &[u8]) -> bool {

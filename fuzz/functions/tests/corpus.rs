@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvpack_fuzz::{TARGETS, Target, mutate};
+use kvpack_fuzz::{TARGETS, Target, mutate, sequence};
 
 /// Changed copies of every file.
 const CHANGED: usize = 12;
@@ -35,5 +35,22 @@ fn the_corpus_is_harmless() {
     for (name, target) in TARGETS {
         // Behind what is refused nothing is tried.
         assert!(replay(name, target, deadline) >= 1, "{name} refuses every seed");
+    }
+}
+
+/// The corpus has a sequence of every recipe that kvpack reads: bytes of another version would all be refused.
+/// `KVPACK_UPDATE=1` writes them anew.
+#[test]
+fn the_sequences_of_the_corpus_enter() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/sequence");
+    for recipe in 0..sequence::RECIPES.len() {
+        let (file, sound) = (folder.join(format!("sound-{recipe}")), sequence::sound(recipe));
+        if std::env::var_os("KVPACK_UPDATE").is_some() {
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(&file, &sound).unwrap();
+        }
+        assert!(sequence::enters(&sound), "{}", sequence::RECIPES[recipe]);
+        let kept = std::fs::read(&file).unwrap();
+        assert!(sequence::enters(&kept), "{}: run with KVPACK_UPDATE=1", file.display());
     }
 }
