@@ -1,7 +1,7 @@
 //! Launches kernels with options that cudarc's builder lacks: clusters and programmatic serialisation.
 
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::sys::CUlaunchAttributeID_enum::{
@@ -12,11 +12,19 @@ use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, sys};
 use super::driver::driver_error;
 use crate::Result;
 
-/// Allows a function `bytes` bytes of dynamic shared memory.
+/// Held while the limit of a function is read and raised.
+static SHARED_LIMITS: Mutex<()> = Mutex::new(());
+
+/// Allows a function `bytes` bytes of dynamic shared memory. The limit belongs to the function and only grows: another
+/// launch of it, bound earlier or by another thread, may need more.
 pub(in crate::cuda) fn set_shared_bytes(function: &CudaFunction, name: &'static str, bytes: usize) -> Result<()> {
-    function
-        .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)
-        .map_err(|error| driver_error(name, bytes as u64, error))
+    let failed = |error| driver_error(name, bytes as u64, error);
+    let _raised = SHARED_LIMITS.lock().unwrap_or_else(PoisonError::into_inner);
+    let limit = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    match function.get_attribute(limit).map_err(failed)? {
+        allowed if allowed >= bytes as i32 => Ok(()),
+        _ => function.set_attribute(limit, bytes as i32).map_err(failed),
+    }
 }
 
 /// How a kernel is launched.
