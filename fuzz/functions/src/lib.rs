@@ -33,8 +33,8 @@ pub const TARGETS: [(&str, Target); 6] = [
 ///
 /// # Panics
 /// As [`sequence::enters`].
-pub fn read_sequence(bytes: &[u8]) {
-    sequence::enters(bytes);
+pub fn read_sequence(bytes: &[u8]) -> bool {
+    sequence::enters(bytes)
 }
 
 /// The reader of dumps of keys, values and queries.
