@@ -109,7 +109,8 @@ impl PrefixCache {
 
     /// Keeps the whole tiles among the first tokens of a sequence, which are these. Call it once a prompt is stored, or
     /// when a request is done, before its sequence is cleared. Returns the number of tokens that are kept: 0 where there
-    /// is no whole tile, a policy has evicted some of them, or every prefix is pinned.
+    /// is no whole tile, a policy has evicted some of them, a layer gave some back behind its sliding window, or every
+    /// prefix is pinned.
     ///
     /// # Errors
     /// [`Error::Plan`] when the sequence has fewer tokens, a step is open, or it is one of those that hold prefixes;
