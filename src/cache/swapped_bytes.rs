@@ -60,7 +60,8 @@ impl<B: Backend> ModelCache<B> {
     ///     cache.store(layer, RowLayout::token_major(9, &shape), &rows, &rows).await?;
     /// }
     /// cache.commit()?;
-    /// let bytes = cache.swapped_to_bytes(&cache.swap_out(0).await?).await?;
+    /// let swapped = cache.swap_out(0).await?;
+    /// let bytes = cache.swapped_to_bytes(&swapped).await?;
     ///
     /// // Elsewhere:
     /// let mut other = new()?;
