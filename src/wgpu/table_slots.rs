@@ -101,7 +101,7 @@ impl TableSlots {
             let mut step = slot.step.lock().unwrap_or_else(PoisonError::into_inner);
             let encoded = step.upgrade().unwrap_or_else(|| self.steps.begin());
             *step = Arc::downgrade(&encoded);
-            encoded.hold(pass);
+            self.steps.hold(encoded, pass);
         }
     }
 }

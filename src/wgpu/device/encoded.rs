@@ -19,6 +19,10 @@ pub(in crate::wgpu) struct Submissions {
 
 impl Submissions {
     pub(super) fn new(device: &wgpu::Device) -> Self {
+        // A browser maps buffers, and refuses to, later.
+        if cfg!(target_family = "wasm") {
+            return Self::default();
+        }
         let create = || {
             device.create_buffer(&wgpu::BufferDescriptor {
                 label: Some("notice of submissions"),
@@ -46,22 +50,35 @@ fn refuses_at_once(mapped: &wgpu::Buffer) -> bool {
 #[derive(Debug)]
 pub(in crate::wgpu) struct EncodedSteps {
     submissions: Submissions,
-    count: AtomicUsize,
+    count: Arc<AtomicUsize>,
 }
 
 impl EncodedSteps {
     pub(in crate::wgpu) fn new(submissions: &Submissions) -> Arc<Self> {
-        Arc::new(Self { submissions: submissions.clone(), count: AtomicUsize::new(0) })
+        Arc::new(Self { submissions: submissions.clone(), count: Arc::default() })
     }
 
     /// A step that counts as not submitted as long as it lives.
-    pub(in crate::wgpu) fn begin(self: &Arc<Self>) -> Arc<EncodedStep> {
+    pub(in crate::wgpu) fn begin(&self) -> Arc<EncodedStep> {
         self.count.fetch_add(1, Ordering::AcqRel);
-        Arc::new(EncodedStep(self.clone()))
+        Arc::new(EncodedStep(self.count.clone()))
     }
 
-    /// Number of steps that are not submitted.
+    /// Keeps a step until the commands of a pass are submitted or dropped. Where wgpu does not tell of that, until they
+    /// are finished or dropped.
+    pub(in crate::wgpu) fn hold(&self, step: Arc<EncodedStep>, pass: &wgpu::ComputePass<'_>) {
+        match &self.submissions.mapped {
+            Some(mapped) => pass.map_buffer_on_submit(mapped, wgpu::MapMode::Read, .., move |_| drop(step)),
+            None => pass.on_submitted_work_done(move || drop(step)),
+        }
+    }
+
+    /// Number of steps that are not submitted. None in a browser, which tells of finished commands alone, and where
+    /// nothing may wait for them.
     pub(in crate::wgpu) fn count(&self, device: &wgpu::Device) -> usize {
+        if cfg!(target_family = "wasm") {
+            return 0;
+        }
         let count = || self.count.load(Ordering::Acquire);
         if count() > 0 && self.submissions.mapped.is_none() {
             // Submitted steps count until they are finished. What fails here fails again in the caller's next call.
@@ -71,24 +88,13 @@ impl EncodedSteps {
     }
 }
 
-/// A step with commands that are not submitted. The passes that hold them hold it.
+/// A step with commands that are not submitted, and the number of them. The passes that hold the commands hold it.
 #[derive(Debug)]
-pub(in crate::wgpu) struct EncodedStep(Arc<EncodedSteps>);
-
-impl EncodedStep {
-    /// Keeps the step until the commands of a pass are submitted or dropped. Where wgpu does not tell of that, until
-    /// they are finished or dropped.
-    pub(in crate::wgpu) fn hold(self: Arc<Self>, pass: &wgpu::ComputePass<'_>) {
-        match self.0.submissions.mapped.clone() {
-            Some(mapped) => pass.map_buffer_on_submit(&mapped, wgpu::MapMode::Read, .., move |_| drop(self)),
-            None => pass.on_submitted_work_done(move || drop(self)),
-        }
-    }
-}
+pub(in crate::wgpu) struct EncodedStep(Arc<AtomicUsize>);
 
 impl Drop for EncodedStep {
     fn drop(&mut self) {
-        self.0.count.fetch_sub(1, Ordering::AcqRel);
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

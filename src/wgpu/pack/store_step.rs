@@ -187,7 +187,7 @@ impl BoundStoreStep {
     /// [`Error::Plan`] when the table belongs to another layout.
     pub fn encode(&self, table: &WriteTable, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         self.encode_slot(table, 0, pass)?;
-        self.steps.iter().for_each(|steps| steps.begin().hold(pass));
+        self.steps.iter().for_each(|steps| steps.hold(steps.begin(), pass));
         Ok(())
     }
 
