@@ -73,19 +73,23 @@ impl EncodedSteps {
         }
     }
 
-    /// Number of steps that are not submitted. None in a browser, which tells of finished commands alone, and where
-    /// nothing may wait for them.
+    /// Number of steps that are not submitted.
     pub(in crate::wgpu) fn count(&self, device: &wgpu::Device) -> usize {
-        if cfg!(target_family = "wasm") {
-            return 0;
-        }
-        let count = || self.count.load(Ordering::Acquire);
-        if count() > 0 && self.submissions.mapped.is_none() {
-            // Submitted steps count until they are finished. What fails here fails again in the caller's next call.
-            let _ = guard::wait_for_all(device);
-        }
-        count()
+        not_submitted(&self.count, &self.submissions, device)
     }
+}
+
+/// Number of steps that are not submitted. None in a browser, which tells of finished commands alone, and where nothing
+/// may wait for them.
+fn not_submitted(count: &AtomicUsize, submissions: &Submissions, device: &wgpu::Device) -> usize {
+    if cfg!(target_family = "wasm") {
+        return 0;
+    }
+    if count.load(Ordering::Acquire) > 0 && submissions.mapped.is_none() {
+        // Submitted steps count until they are finished. What fails here fails again in the caller's next call.
+        let _ = guard::wait_for_all(device);
+    }
+    count.load(Ordering::Acquire)
 }
 
 /// A step with commands that are not submitted, and the number of them. The passes that hold the commands hold it.
@@ -100,15 +104,22 @@ impl Drop for EncodedStep {
 
 /// Whose steps use a store or flags. Clones share it, as they share buffers.
 #[derive(Clone, Debug, Default)]
-pub(in crate::wgpu) struct Encoders(Arc<Mutex<Vec<Weak<EncodedSteps>>>>);
+pub(in crate::wgpu) struct Encoders(Arc<Mutex<Vec<Encoder>>>);
+
+/// The number of steps that somebody encoded, as long as there may be any: their commands may outlive what encoded them.
+#[derive(Clone, Debug)]
+struct Encoder {
+    count: Weak<AtomicUsize>,
+    submissions: Submissions,
+}
 
 impl Encoders {
     /// Notes that these steps use the store.
-    pub(in crate::wgpu) fn add(&self, steps: &Arc<EncodedSteps>) {
+    pub(in crate::wgpu) fn add(&self, steps: &EncodedSteps) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.retain(|other| other.strong_count() > 0);
-        if !known.iter().any(|other| std::ptr::eq(other.as_ptr(), Arc::as_ptr(steps))) {
-            known.push(Arc::downgrade(steps));
+        known.retain(|other| other.count.strong_count() > 0);
+        if !known.iter().any(|other| std::ptr::eq(other.count.as_ptr(), Arc::as_ptr(&steps.count))) {
+            known.push(Encoder { count: Arc::downgrade(&steps.count), submissions: steps.submissions.clone() });
         }
     }
 
@@ -118,7 +129,8 @@ impl Encoders {
     /// [`Error::NotSubmitted`].
     pub(in crate::wgpu) fn check_submitted(&self, device: &wgpu::Device, what: &'static str) -> Result<()> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let steps = known.iter().filter_map(Weak::upgrade).map(|steps| steps.count(device)).sum();
+        let of = |known: &Encoder| Some(not_submitted(&*known.count.upgrade()?, &known.submissions, device));
+        let steps = known.iter().filter_map(of).sum();
         if steps == 0 { Ok(()) } else { Err(Error::NotSubmitted { what, steps }) }
     }
 }
