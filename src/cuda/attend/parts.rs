@@ -315,6 +315,18 @@ mod tests {
                     }
                 }
             }
+            // Every item of a query knows how many states there are to wait for and to merge.
+            let mut count = vec![0; plan.rows()];
+            for segment in step.segments() {
+                for item in segment.items.iter().step_by(segment.cluster) {
+                    (item.row..item.row + item.queries).for_each(|row| count[row as usize] += 1);
+                }
+            }
+            for item in step.segments().iter().flat_map(|segment| &segment.items) {
+                for row in item.row..item.row + item.queries {
+                    prop_assert_eq!(item.states, count[row as usize], "row {} of {:?}", row, item);
+                }
+            }
             let least = least_rows(&H200, &plan).unwrap_or(usize::MAX);
             let takes_many = |run: &PlannedRun| are_many(&shape, run.run.queries, least) && run.moves_evenly();
             let rows_of_many = plan.runs().iter().filter(|run| takes_many(run));

@@ -322,6 +322,37 @@ fn of_run(
     Some((SegmentKernel::Run(variant), wave, most))
 }
 
+/// Parts the items of blocks whose queries have different numbers of items of their own into items of single queries:
+/// an item of several queries tells by one number how many states are merged, and each of its queries waits for as many.
+/// Seldom: where the queries of a block reach into another tile, and what they see of it is cut.
+fn part_uneven(plan: &AttendPlan, blocks: &[Block], segments: &mut [PlannedLaunch]) {
+    let mut alone = vec![0u32; plan.rows()];
+    for segment in segments.iter() {
+        let of_block = segment.items.iter().zip(&segment.blocks);
+        let own = of_block.filter(|&(item, &block)| (item.queries as usize) < blocks[block].queries);
+        own.for_each(|(item, _)| alone[item.row as usize] += 1);
+    }
+    let is_uneven = |block: &Block| {
+        let first = plan.runs()[block.run].first_row + block.first;
+        alone[first..first + block.queries].iter().any(|&own| own != alone[first])
+    };
+    let uneven: Vec<bool> = blocks.iter().map(is_uneven).collect();
+    for segment in segments.iter_mut().filter(|segment| segment.blocks.iter().any(|&block| uneven[block])) {
+        let both = segment.items.drain(..).zip(segment.blocks.drain(..));
+        let parted = both.flat_map(|(item, block)| {
+            let single = move |query| {
+                let (row, extremes) = (item.row + query, item.extremes + query);
+                (Item { row, extremes, queries: 1, ..item }, block)
+            };
+            match uneven[block] {
+                true => (0..item.queries).map(single).collect(),
+                false => vec![(item, block)],
+            }
+        });
+        (segment.items, segment.blocks) = parted.unzip();
+    }
+}
+
 /// Assigns state rows to every item, or every cluster of items, so that those of a query are contiguous. Returns the
 /// number of rows, and the queries without any: they see no token.
 pub(super) fn assign_states(
@@ -329,6 +360,7 @@ pub(super) fn assign_states(
     blocks: &[Block],
     segments: &mut [PlannedLaunch],
 ) -> Result<(usize, Vec<usize>)> {
+    part_uneven(plan, blocks, segments);
     let mut counts = StateCounts::new(plan, blocks);
     for segment in segments.iter() {
         for (group, of) in segment.items.chunks(segment.cluster).zip(segment.blocks.chunks(segment.cluster)) {
