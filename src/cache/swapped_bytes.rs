@@ -150,7 +150,7 @@ impl Writer {
         self.0.extend(number.to_le_bytes());
     }
 
-    /// A number of which there are never so many that 32 bits do not count them.
+    /// A count, which always fits 32 bits.
     fn count(&mut self, number: usize) {
         self.u32(saturated(number));
     }
@@ -304,7 +304,8 @@ impl<'a> Reader<'a> {
         usize::try_from(size).map_err(|_| refusal(format!("{size} is more than this machine counts")))
     }
 
-    /// How many things follow, each of at least so many bytes: no more than there are bytes for.
+    /// The number of entries that follow. Each has at least `bytes` bytes. A number that the rest of the bytes cannot
+    /// hold is refused.
     fn count(&mut self, bytes: usize) -> Result<usize> {
         let count = self.u32()? as usize;
         match self.0.len() / bytes.max(1) {

@@ -163,7 +163,7 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
             }
             12 => self.swap_out(sequence),
             13 => self.swap_in(),
-            // Without growth what is given back does not come again.
+            // Without growth a cache stays without the memory that it gave back.
             14 if self.growth != Growth::None => {
                 self.cache.trim().unwrap();
             }

@@ -34,7 +34,7 @@ pub enum Activation {
 pub struct LocalLayers {
     /// Positions before a query's own that it sees.
     pub left: usize,
-    /// The last of so many layers sees all.
+    /// The period of the layers: the last layer of each period sees all positions.
     pub every: usize,
     /// Base of the rotation frequencies in local layers.
     pub rope_base: f32,

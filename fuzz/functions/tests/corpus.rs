@@ -39,7 +39,7 @@ fn the_corpus_is_harmless() {
 }
 
 /// The corpus has a sequence of every recipe that kvpack reads: bytes of another version would all be refused.
-/// `KVPACK_UPDATE=1` writes them anew.
+/// `KVPACK_UPDATE=1` rewrites them.
 #[test]
 fn the_sequences_of_the_corpus_enter() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/sequence");

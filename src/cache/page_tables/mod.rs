@@ -506,7 +506,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Some((to, window))
     }
 
-    /// Pages and a slot for a span of so many tokens.
+    /// Takes the pages and the slot of a span of `tokens` tokens.
     fn take(&mut self, store: StoreId, tokens: usize, positions: &Positions<I>) -> Result<Lease> {
         let (room, pages) = (&mut self.rooms[store.index()], tokens.div_ceil(TILE_TOKENS));
         match positions {

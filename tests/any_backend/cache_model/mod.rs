@@ -27,7 +27,8 @@ use crate::any_backend::random_rows::Random;
 /// Sequences of the caches under test.
 pub const SEQUENCES: usize = 3;
 
-/// After so many operations all sequences are compared, and after the others those that an operation may change.
+/// Number of operations from one comparison of all sequences to the next. After every other operation, the sequences
+/// that it may change are compared.
 const ALL_COMPARED: usize = 5;
 
 /// Something to do to a cache.

@@ -324,7 +324,9 @@ fn print_row(row: &StepRow, first: bool) -> Result<()> {
     let (wall, host) = (figure(*wall_us, row.wall_spread, 1), figure(row.host_us, row.host_spread, 1));
     let store = figure_or_dash(*store_us, row.store_spread, 1);
     let attend = figure_or_dash(*attend_us, row.attend_spread, 1);
-    let anew = format!("{bound_anew}/{steps}");
-    say!("{batch:>12} {recipe:<14} {wall:>21} {attend:>21} {store:>21} {ratio:>9} {host:>21} {anew:>9} {nmse:>6.0e}")?;
+    let rebound = format!("{bound_anew}/{steps}");
+    say!(
+        "{batch:>12} {recipe:<14} {wall:>21} {attend:>21} {store:>21} {ratio:>9} {host:>21} {rebound:>9} {nmse:>6.0e}"
+    )?;
     Ok(())
 }
