@@ -279,8 +279,8 @@ function showQuality(section) {
   const { formats } = qualityRun.report();
   const points = formats.map((row) => ({ label: short(row.format), bits: row.bits_per_element, error: row.error }));
   draw(section, (place) => curve(place, points));
-  const cells = (row) => [short(row.format), row.bits_per_element.toFixed(2), kibibytes(row.bytes), `${number(row.times_smaller)} ×`, percent(row.error)];
-  table(section, ["width", "bits per element", "stored", "smaller", "error"], formats.map(cells));
+  const cells = (row) => [row.recipe ?? short(row.format), row.bits_per_element.toFixed(2), kibibytes(row.bytes), `${number(row.times_smaller)} ×`, percent(row.error)];
+  table(section, ["recipe", "bits per element", "stored", "smaller", "error"], formats.map(cells));
   section.querySelector(".save").hidden = false;
 }
 

@@ -132,6 +132,11 @@ impl HeadData {
         match recipe.kind {
             DataKind::Small => data.make_small(),
             DataKind::Magnitudes => data.spread_magnitudes(kv_head, head_dim),
+            DataKind::Ties => data.tie(&vec![1.0; head_dim], &mut random),
+            DataKind::UnevenTies => {
+                let factors: Vec<f32> = (0..head_dim).map(|channel| 1.0 + channel as f32 / 77.0).collect();
+                data.tie(&factors, &mut random);
+            }
             _ => {}
         }
         data
@@ -150,6 +155,23 @@ impl HeadData {
             for (run, rows) in rows.chunks_mut(32 * head_dim).enumerate() {
                 let power = (run + 5 * kv_head) % 10;
                 rows.iter_mut().for_each(|x| *x *= 10f32.powi(power as i32 - 6));
+            }
+        }
+    }
+
+    /// Halves of a step from 0 to 15 steps, with both ends in every eight tokens of a channel and channels of a token.
+    /// The largest of a channel is 15 times its factor.
+    fn tie(&mut self, factors: &[f32], random: &mut Random) {
+        for rows in [&mut self.keys, &mut self.values] {
+            for (token, row) in rows.chunks_mut(factors.len()).enumerate() {
+                for (channel, (x, factor)) in row.iter_mut().zip(factors).enumerate() {
+                    let largest = 15.0 * factor;
+                    *x = match (token + channel) % 8 {
+                        0 => 0.0,
+                        1 => largest,
+                        _ => random.below(31) as f32 / 2.0 * (largest / 15.0),
+                    };
+                }
             }
         }
     }
@@ -187,6 +209,8 @@ impl Channels {
         }
         match kind {
             DataKind::ChannelOffsets | DataKind::Outliers | DataKind::Small | DataKind::Magnitudes => {}
+            // Every element is set.
+            DataKind::Ties | DataKind::UnevenTies => {}
             DataKind::BiasedKeys => {
                 for (channel, bias) in [(5, 300.0), (head_dim / 2, -300.0), (head_dim - 2, 300.0)] {
                     offset[channel] += bias;

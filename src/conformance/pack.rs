@@ -97,7 +97,20 @@ pub fn pack_cases() -> Vec<PackCase> {
         ..case.clone()
     };
     let of_magnitudes: Vec<PackCase> = plain.iter().map(magnitudes).collect();
-    [plain, of_plain, of_magnitudes].concat()
+    // The same of values in the middle between two levels.
+    let ties = |case: &PackCase| {
+        let (name, case) = (format!("{}-ties", case.name), case.clone());
+        match case.name.as_str() {
+            "pack-4bit-channel" => {
+                let input = InputLayout { elements: ElementType::F32, ..case.input };
+                Some(PackCase { name, data: DataKind::UnevenTies, input, ..case })
+            }
+            "pack-2bit-kivi" | "pack-4bit-saw-int4" => Some(PackCase { name, data: DataKind::Ties, ..case }),
+            _ => None,
+        }
+    };
+    let of_ties: Vec<PackCase> = plain.iter().filter_map(ties).collect();
+    [plain, of_plain, of_magnitudes, of_ties].concat()
 }
 
 /// Writes the tokens through `backend` and through the CPU reference, and compares the stored data.

@@ -1,10 +1,13 @@
 //! Policies: small examples with what follows by hand.
 
+use kvpack::Error;
+use kvpack::format::MOST_HEADS;
 use kvpack::plan::TokenRange;
 use kvpack::policy::{
     BudgetRule, ColumnRequest, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows, Policy, Pool,
-    Pooling, PyramidShape, QueryPositions, Recent, ScoreRule, Selection, Spans, TextRule, Weighing, chunk_shares,
-    layer_sparsity, pyramid_budgets, uniform_budgets,
+    Pooling, PyramidShape, QueryPositions, Recent, ScoreRequest, ScoreRule, Selection, Spans, TextRule, VlCacheLimits,
+    Weighing, check_order, check_widths, chunk_shares, layer_sparsity, pyramid_budgets, uniform_budgets,
+    vlcache_budgets,
 };
 
 fn spans(tokens: usize, image: (usize, usize)) -> Spans {
@@ -132,4 +135,64 @@ fn the_threshold_of_nothing_is_finite() {
     assert_eq!(of(Some(0.0)), Some(f32::MIN));
     assert_eq!(of(Some(1.0)), Some(0.0));
     assert_eq!(of(None), None);
+}
+
+/// Wanted are 2.9, 5.1 and 2 tokens of ten: the largest fraction gets the token that is left, not the largest layer.
+#[test]
+fn the_largest_fraction_gets_the_token_that_is_left() {
+    let budgets = vlcache_budgets(&[0.71, 0.49, 0.8], 10, 1.0 / 3.0, VlCacheLimits::default()).unwrap();
+    assert_eq!(budgets.tokens, [3, 5, 2]);
+}
+
+#[test]
+fn heads_of_a_selection_are_counted() {
+    let policy = policy(1, TextRule::Equal, None);
+    let select = |layers: usize, kv_heads: usize| {
+        let sums = vec![LayerStatistics { column_sums: vec![0.5; 4 * kv_heads], counts: Vec::new() }; layers];
+        policy.select(&spans(4, (1, 2)), layers, kv_heads, &sums).map(|selection| selection.layers().len())
+    };
+    assert_eq!(select(2, 3), Ok(2));
+    for (layers, kv_heads) in [(1, 0), (1, MOST_HEADS + 1), (65, 1024)] {
+        let refused = select(layers, kv_heads);
+        assert!(matches!(refused, Err(Error::Budget { .. })), "{layers} layers of {kv_heads} heads: {refused:?}");
+    }
+    let all = |kv_heads| LayerSelection::all(1, kv_heads);
+    assert!(all(MOST_HEADS).is_ok() && matches!(all(MOST_HEADS + 1), Err(Error::Selection { .. })));
+}
+
+#[test]
+fn tables_of_scores_fit_their_prompt() {
+    let policy = policy(1, TextRule::Equal, None);
+    let (four, five) = (spans(4, (1, 2)), spans(5, (1, 2)));
+    let rows = QueryPositions::last(2, 4).unwrap();
+    let check = |spans: &Spans, recent: usize, sums: usize, kv_heads: usize| {
+        let text = TextRule::Equal;
+        ScoreRequest { spans, rows: &rows, scores: policy.scores, recent, text }.check(sums, kv_heads)
+    };
+    assert_eq!(check(&four, 1, 8, 2), Ok(()));
+    for (sums, kv_heads) in [(0, 0), (7, 2), (9, 2)] {
+        assert!(
+            matches!(check(&four, 1, sums, kv_heads), Err(Error::Elements { .. })),
+            "{sums} sums, {kv_heads} heads"
+        );
+    }
+    assert!(matches!(check(&five, 1, 10, 2), Err(Error::Selection { .. })));
+    assert!(matches!(check(&four, 5, 8, 2), Err(Error::TopK { .. })));
+}
+
+#[test]
+fn chunks_are_whole_and_in_an_order() {
+    assert!(check_order(33, 16, &[1, 0]).is_ok());
+    for order in [&[0][..], &[0, 0], &[0, 2], &[0, 1, 1]] {
+        assert!(matches!(check_order(33, 16, order), Err(Error::Chunks { .. })), "{order:?}");
+    }
+    assert_eq!(check_widths(64, 192), Ok(3));
+    assert!(check_widths(64, 100).is_err() && check_widths(0, 64).is_err());
+}
+
+#[test]
+fn measured_rows_lie_in_the_context() {
+    let of = |start, end, tokens| QueryPositions::of_range(TokenRange::new(start, end).unwrap(), None, tokens);
+    assert_eq!(of(2, 4, 4).unwrap().positions(), [2, 3]);
+    assert!(matches!(of(2, 5, 4), Err(Error::Selection { .. })));
 }

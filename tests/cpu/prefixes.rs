@@ -145,6 +145,9 @@ fn what_is_no_prefix_is_refused() {
     assert_eq!(prefixes.keep(&mut cache, &of, 0), Ok(128));
     refused(prefixes.enter(&mut cache, &of, 0));
     refused(prefixes.enter(&mut cache, &of, 2));
+    // An empty sequence of the prefixes is theirs, too.
+    refused(prefixes.enter(&mut cache, &of, 4));
+    assert!(!prefixes.is_empty());
     refused(PrefixCache::new(9..12).keep(&mut cache, &of, 0));
     // Of a compressed prompt tokens are missing.
     let prompt = Prompt::new(shape(), LAYERS, TOKENS, 11);
@@ -171,4 +174,22 @@ fn prefixes_give_their_pages_back() {
         assert_eq!(prefixes.let_go(&mut cache), Ok(true));
     }
     assert_eq!((free(&cache), prefixes.len()), (4, 0));
+}
+
+/// Two prefixes that begin alike: when one goes, the beginning is found in the other.
+#[test]
+fn a_beginning_outlives_one_of_its_prefixes() {
+    let (mut cache, mut prefixes) = (cache("f16"), PrefixCache::new(2..SEQUENCES));
+    let [one, other, asked] = [1, 2, 3].map(|id| tokens(128, 140, id));
+    for of in [&one, &other] {
+        serve(&mut prefixes, &mut cache, of, 0).unwrap();
+        assert_eq!(prefixes.keep(&mut cache, of, 0), Ok(256));
+        cache.clear(0).unwrap();
+    }
+    assert_eq!(prefixes.let_go(&mut cache), Ok(true));
+    assert_eq!((prefixes.found(&one), prefixes.found(&other)), (128, 256));
+    assert_eq!(serve(&mut prefixes, &mut cache, &asked, 0), Ok(128));
+    let mut alone = self::cache("f16");
+    compute(&mut alone, &asked, 0);
+    (0..LAYERS).for_each(|layer| assert!(held(&cache, layer, 0) == held(&alone, layer, 0), "layer {layer}"));
 }

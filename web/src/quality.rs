@@ -5,6 +5,7 @@ use kvpack::cache::PromptSpan;
 use kvpack::cpu::{DenseSegment, exact_attention};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, Bits, Error, KvCache, Recipe, Result, SegmentFormat};
+use kvpack_report::recipes;
 use safetensors::SafeTensors;
 use serde::Serialize;
 
@@ -35,6 +36,8 @@ pub struct QualityReport {
 /// One format.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct QualityRow {
+    /// The recipe that packs so; none where the format has no recipe.
+    pub recipe: Option<String>,
     /// The format.
     pub format: String,
     /// Relative L2 error of the attention outputs against exact attention over the original data.
@@ -111,7 +114,12 @@ impl<B: Backend + Clone> Quality<B> {
             outputs.extend(cache.backend().download(&output).await?);
         }
         let memory = cache.memory();
+        let protected = |name| format!("{name}+sink={KEPT}+window={KEPT}");
         self.report.formats.push(QualityRow {
+            recipe: match format {
+                SegmentFormat::F16 => Some("f16".into()),
+                _ => recipes::of_format(&format, &self.shape).map(protected),
+            },
             format: format.to_string(),
             error: relative_error(&outputs, &self.exact),
             bytes: memory.in_use_bytes(),

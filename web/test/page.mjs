@@ -42,6 +42,8 @@ await test("measures on WebGPU", async () => {
   expect(report.shapes[0].shape === "g1-b1-4k" && row.outcome === "timed" && row.nmse < 1e-4 && row.step_us > 0, JSON.stringify(report));
   const { formats } = await downloaded(page, "quality");
   expect(formats.length === 1 && formats[0].error > 0 && formats[0].error < 1 && formats[0].times_smaller > 3, JSON.stringify(formats));
+  const name = await page.locator("#quality td").first().innerText();
+  expect(name === "calibquant:2+sink=128+window=128", `the recipe can be pasted: ${name}`);
   expect((await downloaded(page, "check")).cases.every((row) => row.outcome === "passed"), "the cases are in the JSON");
   writeFileSync(join(shots, "bench.json"), JSON.stringify(report));
   await photograph(page, "measured");

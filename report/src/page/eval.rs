@@ -83,12 +83,12 @@ fn described(report: &EvalReport) -> String {
 
 /// Error of the outputs against bits.
 fn outputs(Subject { name, report }: &Subject<'_, EvalReport>, many: bool) -> Plot {
-    let mut series = by_family(points(report, |row| Some(row.mean_error)));
+    let mut series = by_family(points(report, |row| Some(100.0 * row.mean_error)));
     mark_front(&mut series);
     Plot {
         title: titled("Error of the attention outputs", name, many),
         x: "bits per element of the packed tokens".into(),
-        y: "relative L2 error".into(),
+        y: "relative L2 error in percent".into(),
         x_scale: Scale::PowersOfTwo,
         y_scale: Scale::Logarithmic,
         series,
@@ -144,29 +144,26 @@ fn points(report: &EvalReport, error: impl Fn(&SummaryRow) -> Option<f64>) -> Ve
 
 fn table(html: &mut Html, report: &EvalReport) {
     let best: Vec<&str> = SIZES.iter().filter_map(|&size| best(report, size)).map(|row| row.format.as_str()).collect();
-    let header = [
-        "recipe and format",
-        "mean error",
-        "worst layer",
-        "calibrated",
-        "error of rows",
-        "bits of packed tokens",
-        "×",
-        "bits of the whole cache",
-        "size",
-    ];
+    // A column of dashes says nothing.
+    let calibrated = report.summary.iter().any(|row| row.mean_calibrated_error.is_some());
+    let mut header = vec!["recipe and format", "mean error", "worst layer"];
+    if calibrated {
+        header.push("calibrated");
+    }
+    header.extend(["error of rows", "bits of packed tokens", "×", "bits of the whole cache", "size"]);
     let rows = report.summary.iter().map(|row| {
-        let cells = vec![
-            recipe_and_format(row.name(), &row.format),
-            percent(row.mean_error),
-            percent(row.worst_error),
-            row.mean_calibrated_error.map_or("–".into(), percent),
+        let name = recipe_and_format(row.name(), &row.format);
+        let mut cells = vec![name, percent(row.mean_error), percent(row.worst_error)];
+        if calibrated {
+            cells.push(row.mean_calibrated_error.map_or("–".into(), percent));
+        }
+        cells.extend([
             row.row_error.map_or("–".into(), |error| format!("{error:.1e}")),
             format!("{:.2}", row.packed_bits),
             format!("{:.2}", 16.0 / row.packed_bits),
             format!("{:.2}", row.bits_per_element),
             megabytes(row.bytes),
-        ];
+        ]);
         (best.contains(&row.format.as_str()), cells)
     });
     html.table(&header, rows);

@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Plants every mistake that cargo-mutants knows in src/cache, src/plan and src/policy, and tells which lived.
+
+    mutants.py build FOLDER                one build with all mistakes, each behind a switch, and the tests of the CPU
+    mutants.py reach FOLDER                runs each test alone and notes which mistakes it reaches
+    mutants.py run FOLDER [FIRST LAST]     runs for every mistake the tests that reach it, the shortest first
+    mutants.py list FOLDER                 the result: found, lived and not reached, file by file
+
+`build` needs Cargo, the others only FOLDER, which can be carried to a machine with more processors; they run from the
+root of the repository. KVPACK_MUTANT_SECONDS is the longest test that `run` takes (30). A test counts as failed when it
+takes ten times as long as without a mistake. What ended is kept in FOLDER, and `run` goes on where it was.
+"""
+
+import collections
+import concurrent.futures
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# Programs with tests that need no device.
+PROGRAMS = {"unit": "--lib", "cpu": "--test=cpu", "conformance": "--test=conformance"}
+LONGEST = float(os.environ.get("KVPACK_MUTANT_SECONDS", "30"))
+PROCESSORS = int(os.environ.get("KVPACK_MUTANT_JOBS", os.cpu_count()))
+
+
+def build(folder):
+    copy = folder / "sources"
+    planter = ["cargo", "run", "--quiet", "--locked", "--release", "--manifest-path", "lab/mutants/Cargo.toml", "--"]
+    planter = subprocess.run(planter[:1] + ["build"] + planter[2:-1] + ["--message-format=json"],
+                             check=True, capture_output=True, text=True).stdout
+    planter = next(json.loads(line)["executable"] for line in planter.splitlines() if '"executable":"/' in line)
+    files = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True).stdout.split("\n")
+    without = folder / "without.txt"
+    without.touch()
+    while True:
+        shutil.rmtree(copy / "src", ignore_errors=True)
+        for file in filter(None, files):
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, copy / file)
+        planted = subprocess.run([planter, copy / "src", without], check=True, capture_output=True, text=True).stdout
+        (folder / "mistakes.tsv").write_text(planted)
+        refused = compile_all(copy, folder)
+        if not refused:
+            break
+        print(f"{len(refused)} mistakes do not compile", flush=True)
+        with without.open("a") as file:
+            file.writelines(f"{number}\n" for number in sorted(refused))
+    print(f"{len(planted.splitlines())} mistakes are planted, {len(without.read_text().split())} do not compile")
+
+
+def compile_all(copy, folder):
+    """Builds the test programs; the numbers of the mistakes in the lines that do not compile."""
+    command = ["cargo", "test", "--locked", "--package", "kvpack", "--no-default-features", "--no-run",
+               "--message-format=json", *PROGRAMS.values()]
+    done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, text=True)
+    refused, errors = set(), []
+    for line in done.stdout.splitlines():
+        message = json.loads(line)
+        if message["reason"] == "compiler-artifact" and message["executable"]:
+            name = "unit" if message["target"]["kind"] == ["lib"] else message["target"]["name"]
+            if name in PROGRAMS:
+                shutil.copy2(message["executable"], folder / name)
+        if message["reason"] != "compiler-message" or message["message"]["level"] != "error":
+            continue
+        errors.append(message["message"]["rendered"])
+        for span in message["message"]["spans"]:
+            lines = (copy / span["file_name"]).read_text().splitlines()
+            for text in lines[max(span["line_start"] - 2, 0) : span["line_end"] + 1]:
+                refused.update(int(part.split("u32")[0]) for part in text.split("planted::on(")[1:])
+    if done.returncode != 0 and not refused:
+        sys.exit("".join(errors[:10]) or "the sources do not compile")
+    return refused
+
+
+def reach(folder):
+    """Notes seconds and reached mistakes of every test, which it runs alone."""
+    tests = []
+    for name in PROGRAMS:
+        listed = subprocess.run([folder / name, "--list"], check=True, capture_output=True, text=True).stdout
+        tests += [(name, line[: -len(": test")]) for line in listed.splitlines() if line.endswith(": test")]
+
+    def one(test):
+        name, test = test
+        file = folder / f"reached-{name}-{test.replace(':', '.')}"
+        start = time.monotonic()
+        done = subprocess.run([folder / name, "--exact", test, "--test-threads=1"], capture_output=True, text=True,
+                              env={**os.environ, "KVPACK_REACHED": str(file)})
+        seconds = time.monotonic() - start
+        reached = [int(number) for number in file.read_text().split()] if file.exists() else []
+        file.unlink(missing_ok=True)
+        if done.returncode != 0:
+            print(f"{test} fails without a mistake and is left out")
+            reached = []
+        return {"program": name, "test": test, "seconds": seconds, "reached": reached}
+
+    with concurrent.futures.ThreadPoolExecutor(PROCESSORS) as pool:
+        found = list(pool.map(one, tests))
+    (folder / "reach.json").write_text(json.dumps(found))
+    print(f"{len(found)} tests, {sum(test['seconds'] for test in found):.0f} s")
+
+
+def run(folder, first=0, last=1 << 30):
+    tests_of = collections.defaultdict(list)
+    for test in sorted(json.loads((folder / "reach.json").read_text()), key=lambda test: test["seconds"]):
+        for number in test["reached"]:
+            tests_of[number].append(test)
+    result = folder / "result.tsv"
+    ended = {int(line.split("\t")[0]) for line in result.read_text().splitlines()} if result.exists() else set()
+    numbers = [int(line.split("\t")[0]) for line in (folder / "mistakes.tsv").read_text().splitlines()]
+    numbers = [number for number in numbers if int(first) <= number < int(last) and number not in ended]
+
+    def one(number):
+        left = 0
+        for test in tests_of[number]:
+            if test["seconds"] > LONGEST:
+                left += 1
+                continue
+            try:
+                done = subprocess.run([folder / test["program"], "--exact", test["test"], "--test-threads=1"],
+                                      capture_output=True, timeout=10 * test["seconds"] + 5,
+                                      env={**os.environ, "KVPACK_PLANTED": str(number), "PROPTEST_FAILURE_PERSISTENCE": "off"})
+                failed = done.returncode != 0
+            except subprocess.TimeoutExpired:
+                failed = True
+            if failed:
+                return number, "found", test["test"]
+        if not tests_of[number]:
+            return number, "not reached", ""
+        return number, "lived", f"{len(tests_of[number]) - left} of {len(tests_of[number])} tests"
+
+    with concurrent.futures.ThreadPoolExecutor(PROCESSORS) as pool, result.open("a") as file:
+        for done in concurrent.futures.as_completed([pool.submit(one, number) for number in numbers]):
+            print(*done.result(), sep="\t", file=file, flush=True)
+
+
+def show(folder):
+    mistakes = {line.split("\t")[0]: line.split("\t")[1:] for line in (folder / "mistakes.tsv").read_text().splitlines()}
+    counts = collections.defaultdict(collections.Counter)
+    lived = collections.defaultdict(list)
+    for line in (folder / "result.tsv").read_text().splitlines():
+        number, outcome, by = line.split("\t")
+        file, at, function, what = mistakes[number]
+        counts[file][outcome] += 1
+        if outcome != "found":
+            lived[file].append(f"    {at} {function}: {what} ({outcome}{', ' + by if by else ''}) #{number}")
+    print("| file | found | lived | not reached |\n| --- | ---: | ---: | ---: |")
+    for file in sorted(counts):
+        print(f"| {file} | {counts[file]['found']} | {counts[file]['lived']} | {counts[file]['not reached']} |")
+    total = sum(counts.values(), collections.Counter())
+    print(f"| all | {total['found']} | {total['lived']} | {total['not reached']} |\n")
+    for file in sorted(lived):
+        print(file, *sorted(lived[file]), sep="\n")
+
+
+def main():
+    doors = {"build": build, "reach": reach, "run": run, "list": show}
+    if len(sys.argv) < 3 or sys.argv[1] not in doors:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[2]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    doors[sys.argv[1]](folder, *sys.argv[3:])
+
+
+if __name__ == "__main__":
+    main()
