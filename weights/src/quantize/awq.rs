@@ -19,8 +19,8 @@ const LIMITS: u32 = 10;
 /// Tokens that the search for limits looks at.
 const SAMPLED_TOKENS: usize = 512;
 
-/// Tokens whose outputs are computed at once.
-const TOKENS: usize = 512;
+/// Outputs that are computed at once.
+const PRODUCTS: usize = 1 << 22;
 
 /// How AWQ runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +120,8 @@ fn loss(weights: Matrix<'_>, activations: Matrix<'_>, scales: &[f32], grid: &Gri
     });
     let change = View::new(&change, outputs, inputs, inputs).transposed();
     let mut sum = 0.0;
-    for rows in activations.values().chunks(TOKENS * inputs) {
+    let at_once = (PRODUCTS / outputs).clamp(1, SAMPLED_TOKENS);
+    for rows in activations.values().chunks(at_once * inputs) {
         let rows: Vec<f64> = rows.iter().map(|&x| x.into()).collect();
         let tokens = rows.len() / inputs;
         let mut products = vec![0.0; tokens * outputs];

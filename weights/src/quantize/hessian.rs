@@ -2,8 +2,10 @@
 
 use super::matrix::Matrix;
 use crate::algebra::{View, add_product};
-use crate::error::{Result, check_elements};
-use crate::shape::LinearShape;
+use crate::error::{Error, Result, check_elements};
+
+/// The most inputs: a Hessian of 2^15 takes 8 GiB.
+const MOST_INPUTS: usize = 1 << 15;
 
 /// Tokens that are added at once: their copy in f64 is small.
 const TOKENS: usize = 512;
@@ -26,16 +28,19 @@ impl Hessian {
     /// A Hessian of no tokens.
     ///
     /// # Errors
-    /// [`Error::Size`](crate::Error::Size) for a number of inputs that no square matrix has here.
+    /// [`Error::Size`] for 0 inputs or more than 2^15.
     pub fn new(inputs: usize) -> Result<Self> {
-        LinearShape::new(inputs, inputs)?;
+        if inputs == 0 || inputs > MOST_INPUTS {
+            let (given, most) = (inputs as u64, MOST_INPUTS as u64);
+            return Err(Error::Size { what: "the number of inputs of a Hessian", given, most });
+        }
         Ok(Self { inputs, tokens: 0, lower: vec![0.0; inputs * inputs] })
     }
 
     /// Adds activations `[tokens, K]`.
     ///
     /// # Errors
-    /// [`Error::Elements`](crate::Error::Elements) for another number of inputs.
+    /// [`Error::Elements`] for another number of inputs.
     pub fn add(&mut self, activations: Matrix<'_>) -> Result<()> {
         check_columns(activations, self.inputs)?;
         let n = self.inputs;
@@ -93,7 +98,7 @@ impl PairedHessian {
     /// Adds activations `[tokens, K]` of the same tokens: behind quantised layers, and in full precision.
     ///
     /// # Errors
-    /// [`Error::Elements`](crate::Error::Elements) for another number of inputs, or different numbers of tokens.
+    /// [`Error::Elements`] for another number of inputs, or different numbers of tokens.
     pub fn add(&mut self, quantized: Matrix<'_>, full: Matrix<'_>) -> Result<()> {
         let n = self.hessian.inputs;
         check_columns(quantized, n)?;
