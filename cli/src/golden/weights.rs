@@ -89,13 +89,13 @@ pub fn awq_scale(file: &GoldenFile) -> Result<Computed> {
     let linear = &found.linear;
     let weights = linear.dequantize::<f64>().into_iter().enumerate();
     let outputs = named([
-        ("best_index", vec![found.best as f64]),
-        ("scales", doubles(&found.scales)),
+        ("best_index", vec![found.search.best as f64]),
+        ("scales", doubles(&found.search.scales)),
         ("codes", doubles(&linear.codes().unpack())),
         ("q_scale", doubles(linear.scales())),
         ("q_zero", doubles(linear.zeros())),
-        ("w_q", weights.map(|(at, weight)| weight / f64::from(found.scales[at % inputs])).collect()),
-        ("loss", found.losses),
+        ("w_q", weights.map(|(at, weight)| weight / f64::from(found.search.scales[at % inputs])).collect()),
+        ("loss", found.search.losses),
     ]);
     Ok(vec![("quantize::awq", outputs)])
 }

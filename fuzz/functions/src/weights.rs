@@ -35,12 +35,15 @@ pub fn read(bytes: &[u8]) -> bool {
         let y = linear.linear(&x).expect("a row of activations");
         assert_eq!(y.len(), linear.shape().outputs());
         let order = linear.order_by_group();
-        assert!(linear.permuted(&order).is_ok_and(|sorted| sorted.groups().index().is_none() || has_odd_groups(&linear)));
+        assert!(
+            linear.permuted(&order).is_ok_and(|sorted| sorted.groups().index().is_none() || has_odd_groups(&linear))
+        );
         match checkpoint.scheme() {
             // Zeros of 2^b come from version 1 alone, and version 2 cannot say them.
             &Scheme::Gptq { bits, group, .. } => {
                 if let Ok(tensors) = gptq::pack(&linear, StoredZeros::Plain) {
-                    let layout = gptq::GptqLayout { bits, group, zeros: StoredZeros::Plain, all_ones: AllOnes::Refused };
+                    let layout =
+                        gptq::GptqLayout { bits, group, zeros: StoredZeros::Plain, all_ones: AllOnes::Refused };
                     assert_eq!(gptq::unpack(&tensors, &layout).expect("what was written"), linear);
                 }
             }
@@ -69,9 +72,7 @@ fn has_odd_groups(linear: &kvpack_weights::QuantizedLinear) -> bool {
 /// # Panics
 /// Never, unless safetensors cannot write.
 pub fn sound() -> Vec<(&'static str, Vec<u8>)> {
-    let gptq = |bits: u32| {
-        json!({"bits": bits, "group_size": 32, "desc_act": true, "sym": false, "checkpoint_format": "gptq_v2"})
-    };
+    let gptq = |bits: u32| json!({"bits": bits, "group_size": 32, "desc_act": true, "sym": false, "checkpoint_format": "gptq_v2"});
     let awq = |version: &str| json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": version});
     let compressed = json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
         "group_0": {"weights": {"num_bits": 4, "symmetric": false, "strategy": "group", "group_size": 32}}}});
@@ -79,32 +80,45 @@ pub fn sound() -> Vec<(&'static str, Vec<u8>)> {
     let words = |name, shape: [usize; 2]| (name, Dtype::I32, shape.to_vec());
     let halves = |name, shape: [usize; 2]| (name, Dtype::F16, shape.to_vec());
     let of_gptq = |bits: usize| {
-        vec![words("l.qweight", [2 * bits, 32]), words("l.qzeros", [2, bits]), halves("l.scales", [2, 32]), index.clone()]
+        vec![
+            words("l.qweight", [2 * bits, 32]),
+            words("l.qzeros", [2, bits]),
+            halves("l.scales", [2, 32]),
+            index.clone(),
+        ]
     };
     let seeds = [
         ("gptq-4", gptq(4), of_gptq(4)),
         ("gptq-3", gptq(3), of_gptq(3)),
-        ("awq-gemm", awq("gemm"), vec![
-            words("l.qweight", [64, 2]),
-            words("l.qzeros", [1, 2]),
-            halves("l.scales", [1, 16]),
-        ]),
-        ("awq-gemv", awq("gemv"), vec![
-            words("l.qweight", [4, 8]),
-            words("l.qzeros", [4, 2]),
-            halves("l.scales", [4, 16]),
-        ]),
-        ("awq-gemv-fast", awq("gemv_fast"), vec![
-            ("l.qweight", Dtype::I16, vec![1, 64]),
-            halves("l.scales", [16, 4]),
-            halves("l.scaled_zeros", [16, 4]),
-        ]),
-        ("compressed-tensors", compressed, vec![
-            words("l.weight_packed", [8, 8]),
-            halves("l.weight_scale", [8, 2]),
-            words("l.weight_zero_point", [1, 2]),
-            ("l.weight_shape", Dtype::I64, vec![2]),
-        ]),
+        (
+            "awq-gemm",
+            awq("gemm"),
+            vec![words("l.qweight", [64, 2]), words("l.qzeros", [1, 2]), halves("l.scales", [1, 16])],
+        ),
+        (
+            "awq-gemv",
+            awq("gemv"),
+            vec![words("l.qweight", [4, 8]), words("l.qzeros", [4, 2]), halves("l.scales", [4, 16])],
+        ),
+        (
+            "awq-gemv-fast",
+            awq("gemv_fast"),
+            vec![
+                ("l.qweight", Dtype::I16, vec![1, 64]),
+                halves("l.scales", [16, 4]),
+                halves("l.scaled_zeros", [16, 4]),
+            ],
+        ),
+        (
+            "compressed-tensors",
+            compressed,
+            vec![
+                words("l.weight_packed", [8, 8]),
+                halves("l.weight_scale", [8, 2]),
+                words("l.weight_zero_point", [1, 2]),
+                ("l.weight_shape", Dtype::I64, vec![2]),
+            ],
+        ),
     ];
     seeds.into_iter().map(|(name, configuration, tensors)| (name, seed(&configuration, &tensors))).collect()
 }

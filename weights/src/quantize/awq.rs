@@ -7,6 +7,8 @@ use super::grid::{Grid, RangeRule};
 use super::matrix::Matrix;
 use super::rounding::round_groups;
 use crate::algebra::{View, add_product};
+#[cfg(doc)]
+use crate::error::Error;
 use crate::error::{Result, check_elements};
 use crate::linear::QuantizedLinear;
 
@@ -45,6 +47,13 @@ pub enum Clip {
 pub struct Awq {
     /// The layer `W · diag(scales)`, quantised.
     pub linear: QuantizedLinear,
+    /// How the scales were found.
+    pub search: AwqScales,
+}
+
+/// Scales of inputs.
+#[derive(Clone, Debug)]
+pub struct AwqScales {
     /// What each input must be divided by, `[K]`: fold it into whatever computes the inputs, such as a norm.
     pub scales: Vec<f32>,
     /// Mean square differences of the outputs, by exponent.
@@ -53,39 +62,72 @@ pub struct Awq {
     pub best: usize,
 }
 
-/// Quantises a layer `[N, K]` for activations `[tokens, K]`.
-///
-/// Scales are `a^r / √(max · min)` of these, with the mean magnitude a of an input, at least 1e-4, and the exponent r
-/// that changes the outputs least.
+/// Quantises a layer `[N, K]` for activations `[tokens, K]`: [`awq_scales`], then [`awq_scaled`].
 ///
 /// # Errors
-/// [`Error::Elements`](crate::Error::Elements) for activations of another number of inputs.
+/// Those of the two.
 pub fn awq(weights: Matrix<'_>, activations: Matrix<'_>, options: &AwqOptions) -> Result<Awq> {
-    let of = || weights.shape().to_string();
-    check_elements("a row of activations", activations.columns(), weights.columns(), of)?;
+    let search = awq_scales(&[weights], activations, &options.grid)?;
+    let linear = awq_scaled(weights, activations, &search.scales, options)?;
+    Ok(Awq { linear, search })
+}
+
+/// Finds scales for layers `[N, K]` that share their inputs, such as the projections of queries, keys and values.
+///
+/// Scales are `a^r / √(max · min)` of these, with the mean magnitude a of an input, at least 1e-4, and the exponent r
+/// that changes the outputs of all layers least.
+///
+/// # Errors
+/// [`Error::Elements`] for activations of another number of inputs, [`Error::NonFinite`] for scaled weights beyond f32.
+pub fn awq_scales(layers: &[Matrix<'_>], activations: Matrix<'_>, grid: &Grid) -> Result<AwqScales> {
+    for layer in layers {
+        check_columns(*layer, activations)?;
+    }
+    let outputs: usize = layers.iter().map(Matrix::rows).sum();
     let magnitudes = magnitudes(activations);
     let mut losses = Vec::new();
     let mut best = (0, f64::INFINITY, Vec::new());
     for exponent in 0..EXPONENTS {
         let scales = scales(&magnitudes, f64::from(exponent) / f64::from(EXPONENTS));
-        let loss = loss(weights, activations, &scales, &options.grid)?;
+        let changes = layers.iter().map(|layer| squares(*layer, activations, &scales, grid));
+        let loss = changes.sum::<Result<f64>>()? / (activations.rows() * outputs) as f64;
         losses.push(loss);
         if loss < best.1 || exponent == 0 {
             best = (exponent as usize, loss, scales);
         }
     }
     let (best, _, scales) = best;
-    let scaled = scaled(weights, &scales);
+    Ok(AwqScales { scales, losses, best })
+}
+
+/// Quantises `W · diag(scales)` of a layer `[N, K]`, whose inputs `[tokens, K]` are then divided by the scales.
+///
+/// # Errors
+/// [`Error::Elements`] for activations or scales of another number of inputs, [`Error::NonFinite`] for scaled weights
+/// beyond f32.
+pub fn awq_scaled(
+    weights: Matrix<'_>,
+    activations: Matrix<'_>,
+    scales: &[f32],
+    options: &AwqOptions,
+) -> Result<QuantizedLinear> {
+    check_columns(weights, activations)?;
+    check_elements("the list of scales", scales.len(), weights.columns(), || weights.shape().to_string())?;
+    let scaled = scaled(weights, scales);
     let scaled = Matrix::new(weights.rows(), weights.columns(), &scaled)?;
-    let linear = match options.clip {
-        Clip::Never => round_groups(scaled, &options.grid, RangeRule::Awq, |_, _, _| f64::INFINITY)?,
+    match options.clip {
+        Clip::Never => round_groups(scaled, &options.grid, RangeRule::Awq, |_, _, _| f64::INFINITY),
         Clip::Searched => {
-            let moments = group_moments(activations, &scales, &options.grid);
+            let moments = group_moments(activations, scales, &options.grid);
             let limit = |_, group: usize, weights: &[f32]| limit(weights, &moments[group], &options.grid);
-            round_groups(scaled, &options.grid, RangeRule::Awq, limit)?
+            round_groups(scaled, &options.grid, RangeRule::Awq, limit)
         }
-    };
-    Ok(Awq { linear, scales, losses, best })
+    }
+}
+
+fn check_columns(weights: Matrix<'_>, activations: Matrix<'_>) -> Result<()> {
+    let of = || weights.shape().to_string();
+    check_elements("a row of activations", activations.columns(), weights.columns(), of)
 }
 
 /// The mean magnitude of each input.
@@ -108,8 +150,8 @@ fn scaled(weights: Matrix<'_>, scales: &[f32]) -> Vec<f32> {
     rows.flat_map(|row| row.iter().zip(scales).map(|(w, s)| w * s)).collect()
 }
 
-/// The mean square of what rounding changes in the outputs.
-fn loss(weights: Matrix<'_>, activations: Matrix<'_>, scales: &[f32], grid: &Grid) -> Result<f64> {
+/// The sum of squares of what rounding changes in the outputs.
+fn squares(weights: Matrix<'_>, activations: Matrix<'_>, scales: &[f32], grid: &Grid) -> Result<f64> {
     let (outputs, inputs) = (weights.rows(), weights.columns());
     let scaled = scaled(weights, scales);
     let rounded = round_groups(Matrix::new(outputs, inputs, &scaled)?, grid, RangeRule::Awq, |_, _, _| f64::INFINITY)?;
@@ -128,7 +170,7 @@ fn loss(weights: Matrix<'_>, activations: Matrix<'_>, scales: &[f32], grid: &Gri
         add_product(&mut products, outputs, 1.0, View::new(&rows, tokens, inputs, inputs), change);
         sum += products.iter().map(|x| x * x).sum::<f64>();
     }
-    Ok(sum / (activations.rows() * outputs) as f64)
+    Ok(sum)
 }
 
 /// `XᵀX` of the scaled inputs of each group, over evenly spread tokens.

@@ -18,7 +18,7 @@ mod matrix;
 mod rounding;
 mod sweep;
 
-pub use awq::{Awq, AwqOptions, Clip, awq};
+pub use awq::{Awq, AwqOptions, AwqScales, Clip, awq, awq_scaled, awq_scales};
 pub use gptaq::{GptaqOptions, gptaq};
 pub use gptq::{ColumnOrder, Gptq, GptqOptions, GptqReport, OutOfRange, gptq};
 pub use grid::{Grid, ScaleType, Symmetry};

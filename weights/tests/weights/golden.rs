@@ -228,14 +228,14 @@ fn awq_scale() {
             (Matrix::new(outputs, inputs, &weights).unwrap(), Matrix::new(tokens, inputs, &activations).unwrap());
         let quantized = awq(w, x, &AwqOptions { grid, clip: Clip::Never }).unwrap();
         let linear = &quantized.linear;
-        case.check("best_index", [quantized.best as f64]);
-        case.check("scales", quantized.scales.iter().map(|&x| x.into()));
-        case.check("loss", quantized.losses.iter().copied());
+        case.check("best_index", [quantized.search.best as f64]);
+        case.check("scales", quantized.search.scales.iter().map(|&x| x.into()));
+        case.check("loss", quantized.search.losses.iter().copied());
         case.check("codes", linear.codes().unpack().into_iter().map(f64::from));
         case.check("q_scale", linear.scales().iter().map(|&x| x.into()));
         case.check("q_zero", linear.zeros().iter().map(|&x| x.into()));
         let weights = linear.dequantize::<f64>();
-        let unscaled = weights.iter().enumerate().map(|(at, w)| w / f64::from(quantized.scales[at % inputs]));
+        let unscaled = weights.iter().enumerate().map(|(at, w)| w / f64::from(quantized.search.scales[at % inputs]));
         case.check("w_q", unscaled);
     }
 }

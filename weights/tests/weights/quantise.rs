@@ -306,8 +306,8 @@ fn calibrated_methods_beat_rounding() {
             let awq = awq(case.w(), case.x(), &AwqOptions { grid, clip }).unwrap();
             let weights = awq.linear.dequantize::<f64>();
             let weights: Vec<f64> =
-                weights.iter().enumerate().map(|(at, w)| w / f64::from(awq.scales[at % case.inputs])).collect();
-            (case.loss(&weights), awq.losses[awq.best])
+                weights.iter().enumerate().map(|(at, w)| w / f64::from(awq.search.scales[at % case.inputs])).collect();
+            (case.loss(&weights), awq.search.losses[awq.search.best])
         };
         let ((with_awq, told), (clipped, _)) = (unscaled(Clip::Never), unscaled(Clip::Searched));
         println!("{rounded} {with_gptq} {ordered} {with_awq} {clipped}");
