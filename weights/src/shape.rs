@@ -87,7 +87,7 @@ impl LinearShape {
             }
         }
         let weights = outputs as u64 * inputs as u64;
-        if weights > MOST_WEIGHTS {
+        if weights > MOST_WEIGHTS || usize::try_from(weights).is_err() {
             return Err(Error::Size { what: "outputs times inputs", given: weights, most: MOST_WEIGHTS });
         }
         Ok(Self { outputs, inputs })
@@ -120,7 +120,7 @@ impl fmt::Display for LinearShape {
 pub enum GroupSize {
     /// All inputs; checkpoints write -1.
     Row,
-    /// This many; the last group may be shorter.
+    /// This many, at least 1; the last group may be shorter.
     Inputs(usize),
 }
 
@@ -152,11 +152,12 @@ impl GroupSize {
         }
     }
 
-    /// Inputs of a group in rows of `inputs`.
+    /// Inputs of a group in rows of `inputs`, which is at least 1.
     pub fn inputs(self, inputs: usize) -> usize {
         match self {
             Self::Row => inputs,
-            Self::Inputs(size) => size.min(inputs),
+            // 0 would divide by zero, and inputs are at least 1.
+            Self::Inputs(size) => size.clamp(1, inputs),
         }
     }
 }

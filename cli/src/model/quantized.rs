@@ -55,7 +55,7 @@ impl QuantizedModel {
         self.bits as f64 / self.weights.max(1) as f64
     }
 
-    /// Writes the folder, which must not exist yet, for the model of a GGUF file.
+    /// Writes into a folder, which must be there, for the model of a GGUF file.
     ///
     /// # Errors
     /// The operating system's.

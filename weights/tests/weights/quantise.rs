@@ -389,3 +389,11 @@ fn non_finite_values_are_refused() {
     assert!(matches!(Matrix::new(0, 2, &[]), Err(Error::Size { .. })));
     assert!(matches!(Matrix::new(1, 2, &[0.0]), Err(Error::Elements { .. })));
 }
+
+/// Groups of no inputs have one.
+#[test]
+fn groups_have_inputs() {
+    let grid = grid(Bits::Four, GroupSize::Inputs(0), Symmetry::Asymmetric);
+    let linear = round_to_nearest(Matrix::new(1, 3, &[1.0, 2.0, 3.0]).unwrap(), &grid).unwrap();
+    assert_eq!((linear.groups().size(), linear.groups().count()), (1, 3));
+}
