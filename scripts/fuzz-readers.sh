@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Changed inputs through the readers of recipes, dumps, models and golden files, on stable Rust.
+# Changed inputs through the readers of recipes, dumps, weights, models and golden files, on stable Rust.
 #
 #   fuzz-readers.sh [INPUTS [SEED]]    10,000,000 inputs in all unless it says otherwise
 #
-# Nine tenths go to the readers of recipes and dumps, which take microseconds. Golden files are computed with, and models
+# Nine tenths go to the readers of recipes, dumps and weights, which take microseconds. Golden files are computed with, and models
 # take a forward pass. What is found lies in target/fuzz. fuzz/README.md keeps the figures of the last run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +19,7 @@ export CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true
 folder=target/fuzz-build
 cargo build --locked --release --target-dir "$folder" --package kvpack-fuzz --bin fuzz-readers
 failed=0
-for share in recipe:50 dump:40 model:5 golden:5; do
+for share in recipe:50 dump:30 weights:10 model:5 golden:5; do
     "$folder/release/fuzz-readers" "${share%:*}" $((inputs * ${share#*:} / 100)) "$seed" || failed=1
 done
 exit "$failed"

@@ -26,7 +26,7 @@ use crate::print::{self, say};
 pub struct CaptureArgs {
     /// The dump to write.
     output: PathBuf,
-    /// A GGUF file; scripts/fetch-model.sh fetches the default.
+    /// A GGUF file, or a folder of `kvpack quantize`; scripts/fetch-model.sh fetches the default.
     #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
     model: PathBuf,
     /// The text [default: the bundled chapters of Alice in Wonderland].

@@ -25,7 +25,7 @@ use crate::print::{self, note, say};
 pub struct GenerateArgs {
     /// What the text begins with, or the question with --chat [default: a thousand tokens of the bundled text].
     prompt: Option<String>,
-    /// A GGUF file; scripts/fetch-model.sh fetches the default.
+    /// A GGUF file, or a folder of `kvpack quantize`; scripts/fetch-model.sh fetches the default.
     #[arg(long, value_name = "FILE", default_value = super::DEFAULT_MODEL)]
     model: PathBuf,
     /// How the cache is stored: f16, calibquant:4, kivi:2+window=64, … A policy before a slash keeps part of the prompt

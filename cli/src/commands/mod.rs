@@ -9,6 +9,7 @@ mod eval;
 mod generate;
 mod golden;
 mod list;
+mod quantize;
 mod shader;
 
 use std::path::Path;
@@ -40,6 +41,7 @@ pub enum Command {
     Generate(generate::GenerateArgs),
     Capture(capture::CaptureArgs),
     Golden(golden::GoldenArgs),
+    Quantize(quantize::QuantizeArgs),
     Shader(shader::ShaderArgs),
 }
 
@@ -56,6 +58,7 @@ impl Command {
             Self::Generate(args) => generate::run(&args),
             Self::Capture(args) => capture::run(&args),
             Self::Golden(args) => golden::run(&args),
+            Self::Quantize(args) => quantize::run(&args),
             Self::Shader(args) => shader::run(&args),
         }
     }

@@ -19,6 +19,7 @@ mod selection;
 mod stored;
 mod turboquant;
 mod vlcache;
+mod weights;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -48,17 +49,22 @@ type Computed = Vec<(&'static str, Outputs)>;
 type Op = fn(&GoldenFile) -> Result<Computed>;
 
 /// The ops that are implemented.
-const OPS: [(&str, Op); 27] = [
+const OPS: [(&str, Op); 33] = [
     ("attention.column_sums", |file| attention_stats::column_sums(file, Device::Cpu)),
     ("attention.decode", attention::decode),
     ("attention.merge", attention_stats::merge),
     ("attention.prefill", attention_prefill::prefill),
+    ("awq.scale", weights::awq_scale),
+    ("awq.unpack", weights::awq_unpack),
     ("calibquant.calibrate", calibquant::calibrate),
     ("calibquant.decode", calibquant::decode),
     ("calibquant.pack", calibquant::pack),
     ("calibquant.quantize", calibquant::quantize),
     ("cocktail.decode", cocktail::decode),
     ("cocktail.search", |file| cocktail::search(file, Device::Cpu)),
+    ("compressed_tensors.unpack", weights::compressed_tensors_unpack),
+    ("gptq.quantize", weights::gptq_quantize),
+    ("gptq.unpack", weights::gptq_unpack),
     ("h2o.select", |file| selection::h2o(file, Device::Cpu)),
     ("hadamard", hadamard::hadamard),
     ("kivi.quantize_k", kivi::quantize_k),
@@ -76,6 +82,7 @@ const OPS: [(&str, Op); 27] = [
     ("vlcache.plan", |file| vlcache::plan(file, Device::Cpu)),
     ("vlcache.scores", |file| vlcache::scores(file, Device::Cpu)),
     ("vlcache.sparsity", |file| vlcache::layer(file, Device::Cpu)),
+    ("w4a16.matmul", weights::w4a16_matmul),
 ];
 
 /// An op on a GPU.

@@ -7,6 +7,9 @@
 //! | `weights` | its tensors, dequantised |
 //! | `tokenizer` | its tokenizer |
 //! | `transformer` | the forward pass, with candle's operations |
+//! | `projections` | the linear layers of a block by name |
+//! | `calibrate` | weights quantised layer by layer, for the inputs that a text gives them |
+//! | `quantized` | folders of quantised weights |
 //! | `attention` | what the forward pass asks of attention, and candle's full-precision answer |
 //! | `packed` | kvpack's answer: a `ModelCache` |
 //! | `bias` | how much of the keys is a bias |
@@ -15,11 +18,14 @@
 
 mod attention;
 mod bias;
+mod calibrate;
 mod config;
 mod dense_prompt;
 mod error;
 mod header;
 mod packed;
+mod projections;
+mod quantized;
 mod recompress;
 #[cfg(test)]
 pub mod tiny;
@@ -29,10 +35,13 @@ mod weights;
 
 pub use attention::{Attention, Chunk, ExactAttention, softmax};
 pub use bias::{KeyBias, KeysWatched};
+pub use calibrate::{Calibration, Method};
 pub use config::Config;
 pub use dense_prompt::DensePrompt;
 pub use error::ModelError;
 pub use packed::PackedAttention;
+pub use projections::Projection;
+pub use quantized::QuantizedModel;
 pub use tokenizer::Tokenizer;
 pub use transformer::Model;
 pub use weights::Linear;

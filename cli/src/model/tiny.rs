@@ -37,6 +37,13 @@ pub fn model_with_key_bias(name: &str) -> (Gguf, Model) {
     (file, model)
 }
 
+impl Gguf {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
 impl Drop for Gguf {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
@@ -148,7 +155,7 @@ fn load(path: &Path) -> ModelError {
     }
 }
 
-fn logits(model: &Model, attention: &mut dyn Attention, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
+pub fn logits(model: &Model, attention: &mut dyn Attention, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
     let (mut position, mut logits) = (0, Vec::new());
     for &chunk in chunks {
         let stream = model.forward(&tokens[position..position + chunk], position, attention).unwrap();
@@ -158,7 +165,7 @@ fn logits(model: &Model, attention: &mut dyn Attention, tokens: &[u32], chunks: 
     logits
 }
 
-fn tokens(model: &Model, count: usize) -> Vec<u32> {
+pub fn tokens(model: &Model, count: usize) -> Vec<u32> {
     (0..count).map(|i| ((i * i + 3 * i) % model.tokenizer.vocabulary()) as u32).collect()
 }
 

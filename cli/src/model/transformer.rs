@@ -7,8 +7,9 @@ use anyhow::{Context, Result};
 use candle_core::{D, Device, Tensor};
 
 use super::config::{Activation, RopePairs};
+use super::projections::{Input, Projection};
 use super::weights::{Linear, Weights};
-use super::{Attention, Chunk, Config, ModelError, Tokenizer};
+use super::{Attention, Chunk, Config, ModelError, Tokenizer, quantized};
 use crate::files;
 
 /// A model, its weights in f32 on the CPU.
@@ -28,13 +29,24 @@ pub struct Model {
     local_frequencies: Option<Vec<f32>>,
 }
 
+/// Rotations of the positions of a chunk in all layers.
+pub struct Rotations {
+    global: Rotation,
+    /// Those of local layers.
+    local: Option<Rotation>,
+}
+
 /// Cosine and sine of the positions of a chunk, `[tokens, 1, head_dim / 2]`.
 struct Rotation {
     cos: Tensor,
     sin: Tensor,
 }
 
-struct Layer {
+/// What calibration sees of a forward pass: inputs of projections, `[tokens, inputs]`.
+pub type Watch<'a> = dyn FnMut(Input, &Tensor) -> Result<()> + 'a;
+
+/// A transformer block.
+pub struct Layer {
     attention_norm: Tensor,
     query: Linear,
     key: Linear,
@@ -53,13 +65,22 @@ struct Layer {
 }
 
 impl Model {
-    /// Loads a GGUF file.
+    /// Loads a GGUF file, or a folder that `kvpack quantize` wrote.
     ///
     /// # Errors
     /// [`ModelError`] says what is wrong with the file and what to do.
     pub fn load(path: &Path) -> Result<Self> {
-        let model =
-            || Self::read(BufReader::new(files::open(path).map_err(|reason| ModelError::Unreadable { reason })?));
+        let gguf = |path: &Path| {
+            Self::read(BufReader::new(files::open(path).map_err(|reason| ModelError::Unreadable { reason })?))
+        };
+        let model = || match path.is_dir() {
+            true => {
+                let mut model = gguf(&path.join(quantized::GGUF))?;
+                quantized::replace_weights(&mut model, path)?;
+                Ok(model)
+            }
+            false => gguf(path),
+        };
         model().with_context(|| format!("cannot load the model {}", path.display()))
     }
 
@@ -103,22 +124,56 @@ impl Model {
     /// [`ModelError::Context`] beyond the context, and what attention says.
     pub fn forward(&self, tokens: &[u32], position: usize, attention: &mut dyn Attention) -> Result<Tensor> {
         self.check_context(position + tokens.len())?;
-        let embedded = self.embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
-        let mut stream = (embedded * self.config.embedding_scale)?;
-        let rotation = Rotation::new(&self.frequencies, position, tokens.len())?;
-        let local = self.local_frequencies.as_ref();
-        let local = local.map(|frequencies| Rotation::new(frequencies, position, tokens.len())).transpose()?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let is_local = self.config.layer_attention(index).window().is_some();
-            let rotation = local.as_ref().filter(|_| is_local).unwrap_or(&rotation);
-            let chunk = self.chunk(&self.norm(&stream, &layer.attention_norm)?, (index, layer), rotation)?;
-            let attended = layer.attention_output.forward(&attention.attend(&chunk)?)?;
-            stream = (stream + self.normed(attended, &layer.attention_output_norm)?)?;
-            let fed = self.norm(&stream, &layer.feed_forward_norm)?;
-            let fed = layer.feed_forward(&fed, self.config.activation)?;
-            stream = (stream + self.normed(fed, &layer.feed_forward_output_norm)?)?;
+        let rotations = self.rotations(position, tokens.len())?;
+        let mut stream = self.embedded(tokens)?;
+        for index in 0..self.layers.len() {
+            stream = self.layer(index, &stream, &rotations, attention, &mut |_, _| Ok(()))?;
         }
         Ok(stream)
+    }
+
+    /// The residual stream `[tokens, width]` before the first layer.
+    pub fn embedded(&self, tokens: &[u32]) -> Result<Tensor> {
+        let embedded = self.embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        Ok((embedded * self.config.embedding_scale)?)
+    }
+
+    /// The rotations of the tokens at `position` and after it.
+    pub fn rotations(&self, position: usize, tokens: usize) -> Result<Rotations> {
+        let local = self.local_frequencies.as_ref();
+        let local = local.map(|frequencies| Rotation::new(frequencies, position, tokens)).transpose()?;
+        Ok(Rotations { global: Rotation::new(&self.frequencies, position, tokens)?, local })
+    }
+
+    /// The residual stream behind a layer; `watch` sees what the projections of the layer take.
+    pub fn layer(
+        &self,
+        index: usize,
+        stream: &Tensor,
+        rotations: &Rotations,
+        attention: &mut dyn Attention,
+        watch: &mut Watch<'_>,
+    ) -> Result<Tensor> {
+        let layer = &self.layers[index];
+        let is_local = self.config.layer_attention(index).window().is_some();
+        let rotation = rotations.local.as_ref().filter(|_| is_local).unwrap_or(&rotations.global);
+        let normed = self.norm(stream, &layer.attention_norm)?;
+        watch(Input::Attention, &normed)?;
+        let attended = attention.attend(&self.chunk(&normed, (index, layer), rotation)?)?;
+        watch(Input::AttentionOutput, &attended)?;
+        let attended = layer.attention_output.forward(&attended)?;
+        let stream = (stream + self.normed(attended, &layer.attention_output_norm)?)?;
+        let normed = self.norm(&stream, &layer.feed_forward_norm)?;
+        watch(Input::FeedForward, &normed)?;
+        let gated = layer.gated(&normed, self.config.activation)?;
+        watch(Input::Down, &gated)?;
+        let fed = layer.down.forward(&gated)?;
+        Ok((stream + self.normed(fed, &layer.feed_forward_output_norm)?)?)
+    }
+
+    /// A layer whose weights are to be replaced.
+    pub fn layer_mut(&mut self, index: usize) -> &mut Layer {
+        &mut self.layers[index]
     }
 
     /// The logits `[tokens, vocabulary]` of the tokens that follow.
@@ -208,14 +263,36 @@ impl Layer {
         })
     }
 
-    /// down(activation(gate x) · up x).
-    fn feed_forward(&self, x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
+    /// A projection.
+    pub fn projection(&mut self, projection: Projection) -> &mut Linear {
+        match projection {
+            Projection::Query => &mut self.query,
+            Projection::Key => &mut self.key,
+            Projection::Value => &mut self.value,
+            Projection::AttentionOutput => &mut self.attention_output,
+            Projection::Gate => &mut self.gate,
+            Projection::Up => &mut self.up,
+            Projection::Down => &mut self.down,
+        }
+    }
+
+    /// The weights of the norm that makes an input, where one does.
+    pub fn norm_before(&mut self, input: Input) -> Option<&mut Tensor> {
+        match input {
+            Input::Attention => Some(&mut self.attention_norm),
+            Input::FeedForward => Some(&mut self.feed_forward_norm),
+            Input::AttentionOutput | Input::Down => None,
+        }
+    }
+
+    /// activation(gate x) · up x.
+    fn gated(&self, x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
         let gate = self.gate.forward(x)?;
         let gate = match activation {
             Activation::Silu => gate.silu()?,
             Activation::Gelu => gate.gelu()?,
         };
-        self.down.forward(&(gate * self.up.forward(x)?)?)
+        gate * self.up.forward(x)?
     }
 }
 

@@ -109,6 +109,21 @@ impl Linear {
         Self { weight, bias }
     }
 
+    /// `[outputs, inputs]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// True if a bias is added.
+    pub fn has_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
+    /// Sets another weight of the same shape.
+    pub fn set_weight(&mut self, weight: Tensor) {
+        self.weight = weight;
+    }
+
     /// `[rows, inputs]` to `[rows, outputs]`.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let product = x.matmul(&self.weight.t()?)?;

@@ -15,7 +15,8 @@ fn json(arguments: &[&str]) -> serde_json::Value {
 fn help_names_every_command() {
     let run = kvpack(&["--help"]);
     assert_eq!(run.code, 0);
-    for command in ["list", "check", "bench", "eval", "demo", "compare", "generate", "capture", "golden", "shader"] {
+    let commands = "list check bench eval demo compare generate capture golden quantize shader";
+    for command in commands.split(' ') {
         assert!(run.out.contains(command), "{command} is missing:\n{}", run.out);
     }
 }

@@ -36,6 +36,16 @@ fn all_vectors_of_the_repository_agree() {
 }
 
 #[test]
+fn all_vectors_of_weights_agree() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../weights/tests/golden");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvpack"));
+    let output = command.arg("golden").arg(&folder).args(["--backend", "cpu"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("22 of 22 files agree, 0 are of ops"), "{text}");
+}
+
+#[test]
 fn a_wrong_output_is_found_and_named() {
     // The last byte of the packed codes.
     let directory = changed("wrong-output", "calibquant.pack.01-b1_d64.safetensors", |bytes| {

@@ -7,6 +7,7 @@ mod golden;
 mod help;
 mod hostile_dumps;
 mod hostile_models;
+mod quantize;
 mod query_precision;
 mod rust_version;
 mod shader;

@@ -7,6 +7,7 @@
 mod cache;
 pub mod mutate;
 pub mod sequence;
+pub mod weights;
 
 use kvpack::AttentionShape;
 use kvpack::cache::{Appended, KvCache, ModelRecipe};
@@ -20,13 +21,14 @@ pub use cache::cache;
 pub type Target = fn(&[u8]) -> bool;
 
 /// Every target by its name, which is that of its folder in the corpus.
-pub const TARGETS: [(&str, Target); 6] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("cache", cache),
     ("dump", dump),
     ("golden", golden),
     ("model", model),
     ("recipe", recipe),
     ("sequence", read_sequence),
+    ("weights", read_weights),
 ];
 
 /// The reader of sequences that were swapped out.
@@ -35,6 +37,14 @@ pub const TARGETS: [(&str, Target); 6] = [
 /// As [`sequence::enters`].
 pub fn read_sequence(bytes: &[u8]) -> bool {
     sequence::enters(bytes)
+}
+
+/// The reader of quantised checkpoints.
+///
+/// # Panics
+/// As [`weights::read`].
+pub fn read_weights(bytes: &[u8]) -> bool {
+    weights::read(bytes)
 }
 
 /// The reader of dumps of keys, values and queries.

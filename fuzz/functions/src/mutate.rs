@@ -18,7 +18,9 @@ pub fn seeds(target: &str) -> Vec<PathBuf> {
     let mut files = listed(&root.join("fuzz/corpus").join(target));
     if target == "golden" {
         let is_small = |file: &PathBuf| file.metadata().is_ok_and(|of| of.len() < LARGEST_GOLDEN);
-        files.extend(listed(&root.join("tests/golden")).into_iter().filter(is_small));
+        for folder in ["tests/golden", "weights/tests/golden"] {
+            files.extend(listed(&root.join(folder)).into_iter().filter(is_small));
+        }
     }
     files
 }

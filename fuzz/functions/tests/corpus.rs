@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvpack_fuzz::{TARGETS, Target, mutate, sequence};
+use kvpack_fuzz::{TARGETS, Target, mutate, sequence, weights};
 
 /// Changed copies of every file.
 const CHANGED: usize = 12;
@@ -52,5 +52,21 @@ fn the_sequences_of_the_corpus_enter() {
         assert!(sequence::enters(&sound), "{}", sequence::RECIPES[recipe]);
         let kept = std::fs::read(&file).unwrap();
         assert!(sequence::enters(&kept), "{}: run with KVPACK_UPDATE=1", file.display());
+    }
+}
+
+/// The corpus has a checkpoint of every format, all of which are read. `KVPACK_UPDATE=1` rewrites them.
+#[test]
+fn the_weights_of_the_corpus_are_read() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/weights");
+    for (name, sound) in weights::sound() {
+        let file = folder.join(name);
+        if std::env::var_os("KVPACK_UPDATE").is_some() {
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(&file, &sound).unwrap();
+        }
+        assert!(weights::read(&sound), "{name}");
+        let kept = std::fs::read(&file).unwrap();
+        assert!(weights::read(&kept), "{}: run with KVPACK_UPDATE=1", file.display());
     }
 }

@@ -31,6 +31,8 @@ pub fn documents() -> Vec<PathBuf> {
         "lab",
         "cli/data",
         "tests/golden",
+        "weights",
+        "weights/tests/golden",
         "fuzz",
         "hosts/burn",
         "hosts/candle",

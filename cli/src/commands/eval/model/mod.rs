@@ -33,7 +33,8 @@ const MODEL: &str = "Model";
 /// Options about models.
 #[derive(clap::Args)]
 pub struct ModelArgs {
-    /// Run a GGUF model instead of reading a dump; scripts/fetch-model.sh fetches the default.
+    /// Run a GGUF model, or a folder of `kvpack quantize`, instead of reading a dump; scripts/fetch-model.sh fetches the
+    /// default.
     #[arg(help_heading = MODEL, long, value_name = "FILE", num_args = 0..=1, default_missing_value = DEFAULT_MODEL)]
     pub model: Option<PathBuf>,
     /// The text [default: the bundled chapters of Alice in Wonderland].

@@ -1,0 +1,235 @@
+//! Folders with checkpoints.
+
+use std::fs;
+use std::path::Path;
+
+use kvpack_weights::checkpoint::{AwqVersion, NewCheckpoint, Scheme, WrittenFormat};
+use kvpack_weights::format::gptq;
+use kvpack_weights::format::gptq::{AllOnes, StoredZeros};
+use kvpack_weights::{Bits, Checkpoint, Error, GroupSize, Groups, LinearShape, PackedCodes, QuantizedLinear};
+use safetensors::{Dtype, tensor::TensorView};
+use serde_json::{Value, json};
+
+use crate::random_layer;
+
+/// A tensor as bytes.
+pub struct Stored(pub String, pub Dtype, pub Vec<usize>, pub Vec<u8>);
+
+/// A safetensors file.
+pub fn file(tensors: &[Stored]) -> Vec<u8> {
+    let views = tensors.iter().map(|Stored(name, dtype, shape, bytes)| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize(views, None).unwrap()
+}
+
+/// A layer as GPTQ tensors.
+pub fn gptq_tensors(name: &str, linear: &QuantizedLinear, zeros: StoredZeros) -> Vec<Stored> {
+    let tensors = gptq::pack(linear, zeros).unwrap();
+    let words = |part: &str, table: &kvpack_weights::format::Table<u32>| {
+        let bytes = table.values().iter().flat_map(|word| word.to_le_bytes()).collect();
+        Stored(format!("{name}.{part}"), Dtype::I32, vec![table.rows(), table.columns()], bytes)
+    };
+    let scales = tensors.scales.values().iter().flat_map(|&x| half::f16::from_f32(x).to_le_bytes()).collect();
+    let index = tensors.g_idx.unwrap();
+    vec![
+        words("qweight", &tensors.qweight),
+        words("qzeros", &tensors.qzeros),
+        Stored(format!("{name}.scales"), Dtype::F16, vec![tensors.scales.rows(), tensors.scales.columns()], scales),
+        Stored(
+            format!("{name}.g_idx"),
+            Dtype::I32,
+            vec![index.len()],
+            index.iter().flat_map(|group| group.to_le_bytes()).collect(),
+        ),
+    ]
+}
+
+/// A layer with all zeros at 2^(b - 1).
+fn symmetric(bits: Bits, seed: u64) -> QuantizedLinear {
+    let shape = LinearShape::new(32, 64).unwrap();
+    let linear = random_layer(bits, shape, GroupSize::Inputs(32), false, seed);
+    let zeros = vec![bits.middle() as u16; linear.zeros().len()];
+    QuantizedLinear::new(linear.codes().clone(), linear.groups().clone(), linear.scales().to_vec(), zeros).unwrap()
+}
+
+#[test]
+fn what_is_written_is_read() {
+    for (format, bits) in [
+        (WrittenFormat::GptqV2, Bits::Three),
+        (WrittenFormat::GptqV2, Bits::Eight),
+        (WrittenFormat::AwqGemm, Bits::Four),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let group = GroupSize::Inputs(32);
+        let shuffled = format == WrittenFormat::GptqV2;
+        let layers = [("a.q_proj", 64, 96), ("b.up", 32, 128)].map(|(name, outputs, inputs)| {
+            (name, random_layer(bits, LinearShape::new(outputs, inputs).unwrap(), group, shuffled, inputs as u64))
+        });
+        let mut new = NewCheckpoint::new(format, group);
+        for (name, linear) in &layers {
+            new.add_layer(name, linear).unwrap();
+        }
+        assert!(matches!(new.add_layer("b.up", &layers[1].1), Err(Error::Tensor { .. })), "a name twice");
+        new.add_dense("norm.weight", &[2], &[0.5, 1.0e-9]).unwrap();
+        new.write(folder.path(), &json!({"model_type": "llama"})).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        assert_eq!(checkpoint.layer_names().collect::<Vec<_>>(), ["a.q_proj", "b.up"]);
+        for (name, linear) in &layers {
+            assert_eq!(&checkpoint.layer(name).unwrap(), linear, "{name}");
+        }
+        assert_eq!(checkpoint.dense("norm.weight").unwrap().values, [0.5, 0.0]);
+        let config: Value = serde_json::from_slice(&fs::read(folder.path().join("config.json")).unwrap()).unwrap();
+        assert_eq!(config["model_type"], "llama");
+        match checkpoint.scheme() {
+            Scheme::Gptq { bits: found, zeros, symmetric, act_order, .. } => {
+                assert_eq!((*found, *zeros, *symmetric, *act_order), (bits, StoredZeros::Plain, false, true));
+            }
+            scheme => assert_eq!(*scheme, Scheme::Awq { group, version: AwqVersion::Gemm }),
+        }
+    }
+}
+
+#[test]
+fn layers_lie_in_several_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let layers =
+        [1, 2].map(|seed| random_layer(Bits::Four, LinearShape::new(32, 64).unwrap(), GroupSize::Row, false, seed));
+    let config = json!({"bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2", "sym": false});
+    fs::write(folder.path().join("quantize_config.json"), config.to_string()).unwrap();
+    // The tensors of a layer, too, lie in two files.
+    let mut parts = [Vec::new(), Vec::new()];
+    let mut map = serde_json::Map::new();
+    for (name, layer) in ["one", "two"].into_iter().zip(&layers) {
+        for (at, tensor) in gptq_tensors(name, layer, StoredZeros::Plain).into_iter().enumerate() {
+            map.insert(tensor.0.clone(), format!("part-{}.safetensors", at % 2).into());
+            parts[at % 2].push(tensor);
+        }
+    }
+    for (at, tensors) in parts.iter().enumerate() {
+        fs::write(folder.path().join(format!("part-{at}.safetensors")), file(tensors)).unwrap();
+    }
+    let check = |path: &Path| {
+        let checkpoint = Checkpoint::open(path).unwrap();
+        assert_eq!(["one", "two"].map(|name| checkpoint.layer(name).unwrap()), layers);
+    };
+    check(folder.path());
+    let index = folder.path().join("model.safetensors.index.json");
+    fs::write(&index, json!({"weight_map": map}).to_string()).unwrap();
+    check(folder.path());
+    // Another file in the folder is none of the checkpoint.
+    fs::write(folder.path().join("other.safetensors"), file(&parts[0])).unwrap();
+    check(folder.path());
+    fs::remove_file(&index).unwrap();
+    let twice = Checkpoint::open(folder.path()).err().unwrap();
+    assert!(twice.to_string().contains("remove one of the files"), "{twice}");
+    for (file, wanted) in
+        [("part-0.safetensors", "but it is in"), ("../part-0.safetensors", "names no file"), ("gone", "gone")]
+    {
+        let mut map = map.clone();
+        map.insert("one.qzeros".into(), file.into());
+        fs::write(&index, json!({"weight_map": map}).to_string()).unwrap();
+        let error = Checkpoint::open(folder.path()).err().unwrap();
+        assert!(error.to_string().contains(wanted), "{error}");
+    }
+}
+
+/// Symmetric layers show the version, whatever the configuration says.
+#[test]
+fn the_version_of_symmetric_layers_is_seen() {
+    for bits in Bits::ALL {
+        let linear = symmetric(bits, 3);
+        for stored in [StoredZeros::MinusOne, StoredZeros::Plain] {
+            for told in ["gptq", "gptq_v2"] {
+                let config = json!({"bits": bits.count(), "group_size": 32, "checkpoint_format": told, "sym": true});
+                let bytes = file(&gptq_tensors("l", &linear, stored));
+                let checkpoint = Checkpoint::from_bytes(vec![bytes], &config).unwrap();
+                assert_eq!(checkpoint.gptq_layer("l").unwrap(), (linear.clone(), stored), "{bits} {told}");
+            }
+        }
+    }
+    // Zeros of an asymmetric layer may all be one less by chance: the configuration decides.
+    let linear = symmetric(Bits::Four, 4);
+    let bytes = file(&gptq_tensors("l", &linear, StoredZeros::Plain));
+    let config = json!({"bits": 4, "group_size": 32, "checkpoint_format": "gptq", "sym": false});
+    let (read, stored) = Checkpoint::from_bytes(vec![bytes], &config).unwrap().gptq_layer("l").unwrap();
+    assert_eq!(stored, StoredZeros::MinusOne);
+    assert!(read.zeros().iter().all(|&zero| zero == 9));
+}
+
+/// A zero of all ones in version 1 is refused until somebody says what it means.
+#[test]
+fn zeros_of_all_ones_need_a_meaning() {
+    let shape = LinearShape::new(8, 32).unwrap();
+    let codes = PackedCodes::pack(Bits::Four, shape, &[3; 256]).unwrap();
+    let linear =
+        QuantizedLinear::new(codes, Groups::in_order(shape, GroupSize::Row), vec![1.0; 8], vec![15; 8]).unwrap();
+    let bytes = file(&gptq_tensors("l", &linear, StoredZeros::Plain));
+    let config = json!({"bits": 4, "group_size": -1, "sym": false});
+    let open = || Checkpoint::from_bytes(vec![bytes.clone()], &config).unwrap();
+    let refused = open().layer("l").err().unwrap();
+    assert!(refused.to_string().contains("all ones"), "{refused}");
+    let zeros = |all_ones| open().with_all_ones(all_ones).layer("l").unwrap().zeros().to_vec();
+    assert_eq!(zeros(AllOnes::Carries), [16; 8]);
+    assert_eq!(zeros(AllOnes::Wraps), [0; 8]);
+    let carried = open().with_all_ones(AllOnes::Carries).layer("l").unwrap();
+    assert!(matches!(gptq::pack(&carried, StoredZeros::Plain), Err(Error::Format { .. })));
+}
+
+#[test]
+fn configurations_are_understood_or_refused() {
+    let parsed = |value: Value| Scheme::parse(&value);
+    let group = GroupSize::Inputs(128);
+    for version in ["GEMM", "gemv", "gemv_fast"] {
+        let old = json!({"w_bit": 4, "q_group_size": 128, "zero_point": true, "version": version});
+        let new = json!({"quant_method": "awq", "bits": 4, "group_size": 128, "version": version});
+        assert_eq!(parsed(old).unwrap(), parsed(new).unwrap());
+    }
+    let round = json!({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
+        "group_size": 128,
+        "sym": true});
+    assert!(matches!(parsed(round).unwrap(), Scheme::Gptq { zeros: StoredZeros::MinusOne, .. }));
+    let weights = json!({"num_bits": 4, "type": "int", "symmetric": false, "strategy": "group", "group_size": 128});
+    let compressed = |format: &str, weights: &Value| {
+        let groups = json!({"group_0": {"weights": weights}});
+        json!({"quant_method": "compressed-tensors", "format": format, "config_groups": groups})
+    };
+    let wanted = Scheme::CompressedTensors { bits: Bits::Four, group, symmetric: false };
+    assert_eq!(parsed(compressed("pack-quantized", &weights)).unwrap(), wanted);
+    let mut other = compressed("pack-quantized", &weights);
+    other["config_groups"]["group_1"] = json!({"weights": {"num_bits": 8, "strategy": "channel"}});
+    for (refused, why) in [
+        (other, "config_groups"),
+        (compressed("int-quantized", &weights), "format"),
+        (compressed("pack-quantized", &json!({"num_bits": 4, "type": "float", "strategy": "channel"})), "type"),
+        (compressed("pack-quantized", &json!({"num_bits": 4, "strategy": "block"})), "strategy"),
+        (json!({"quant_method": "bitsandbytes"}), "quant_method"),
+        (json!({}), "quant_method"),
+        (json!([1]), "quant_method"),
+        (json!({"bits": 5, "group_size": 128}), "5 bits"),
+        (json!({"bits": -4, "group_size": 128}), "bits"),
+        (json!({"bits": 4, "group_size": 0}), "group_size"),
+        (json!({"bits": 4, "group_size": "128"}), "group_size"),
+        (json!({"bits": 4, "group_size": i64::MAX}), "group_size"),
+        (json!({"bits": 4, "group_size": 128, "checkpoint_format": "marlin"}), "checkpoint_format"),
+        (json!({"bits": 4, "group_size": 128, "is_marlin_format": true}), "is_marlin_format"),
+        (json!({"bits": 4, "group_size": 128, "desc_act": "yes"}), "desc_act"),
+        (json!({"quant_method": "awq", "bits": 8, "group_size": 128}), "AWQ"),
+        (json!({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "marlin"}), "version"),
+    ] {
+        let error = parsed(refused.clone()).err().unwrap_or_else(|| panic!("{refused}"));
+        assert!(error.to_string().contains(why), "{refused}: {error}");
+    }
+}
+
+#[test]
+fn the_version_may_be_in_the_other_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let linear = random_layer(Bits::Four, LinearShape::new(32, 64).unwrap(), GroupSize::Row, false, 8);
+    fs::write(folder.path().join("model.safetensors"), file(&gptq_tensors("l", &linear, StoredZeros::Plain))).unwrap();
+    let config = json!({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": false}});
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let quantize = folder.path().join("quantize_config.json");
+    fs::write(&quantize, json!({"bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"}).to_string()).unwrap();
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().layer("l").unwrap(), linear);
+}
