@@ -14,6 +14,18 @@ fn every_query_sees_what_it_should() {
     }
 }
 
+/// Runs of 32 and more queries, whose items hold many queries where no matrices take them: with and without several
+/// queries to a workgroup, keys with ranges of spans, and calibrated.
+#[test]
+fn queries_of_long_runs_are_spread_over_workgroups() {
+    let backend = gpu_device::shared();
+    let options = AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() };
+    let cases = query_runs::cases(140);
+    for case in [0, 3, 5, cases.len() - 1].map(|index| &cases[index]) {
+        case.check(&backend, options, 1e-6);
+    }
+}
+
 #[test]
 fn bytes_of_queries_serve_blocks_too() {
     let backend = gpu_device::shared();

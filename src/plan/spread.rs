@@ -1,0 +1,89 @@
+//! Spread blocks: many neighbouring queries that workgroups take one by one, or a few at a time, from one item.
+//!
+//! A prompt of which a workgroup takes one query has as many queries as tokens. An item of its own for each would take
+//! the host longer than the device takes for many prompts. The queries of a spread block begin in the same tile of every
+//! span, and end in the same tile. So their items are alike but for where they begin and end, by a token from one query
+//! to the next, and one item tells all of them.
+
+use super::attend::PlannedSpan;
+use super::blocks::{Block, Part, Spread};
+use super::runs::PlannedRun;
+use crate::format::TILE_TOKENS;
+
+/// Most queries of a spread block. Queries that move see the next tile after as many.
+const MOST_QUERIES: usize = TILE_TOKENS;
+
+/// Queries of a run from `first` on that begin and end in the same tiles of its spans.
+pub(super) fn even_queries(run: &PlannedRun, spans: &[&PlannedSpan], first: usize) -> usize {
+    let Some(advance) = run.advance(first) else { return 1 };
+    let most = advance.queries.min(MOST_QUERIES) as i64 - 1;
+    let to = advance.moves.then(|| i64::from(run.limits(first).to));
+    let of_span = |span: &&PlannedSpan| {
+        let end_moves = to.map_or(most, |to| until_end_leaves(to, span));
+        end_moves.min(advance.window.map_or(most, |from| until_start_leaves(from, span)))
+    };
+    // What is negative would be a query that stands before what it sees.
+    (spans.iter().map(of_span).fold(most, i64::min).max(0) + 1) as usize
+}
+
+const TILE: i64 = TILE_TOKENS as i64;
+
+/// Positions that the end of what is seen can move from `to` on until it lies in another tile of a span.
+fn until_end_leaves(to: i64, span: &PlannedSpan) -> i64 {
+    let (start, end) = (span.start as i64, (span.start + span.tokens) as i64);
+    match span.gathered {
+        // All of it is seen, or nothing.
+        Some(end) if to < end as i64 => end as i64 - 1 - to,
+        None if to <= start => start - to,
+        None if to < end => (TILE - (to - start) % TILE) % TILE,
+        _ => i64::MAX,
+    }
+}
+
+/// Positions that the beginning can move from `from` on until it lies in another tile of a span, or moves there.
+fn until_start_leaves(from: i64, span: &PlannedSpan) -> i64 {
+    let (start, end) = (span.start as i64, (span.start + span.tokens) as i64);
+    match span.gathered {
+        Some(_) if from <= start => start - from,
+        None if from < start => start - 1 - from,
+        None if from < end => (TILE - 1 - (from - start) % TILE).min(end - 1 - from),
+        _ => i64::MAX,
+    }
+}
+
+impl Block {
+    /// Adds what the queries of a spread block see of a span of its run. A workgroup takes up to `most` queries.
+    pub(super) fn add_spread_parts(
+        &self,
+        index: usize,
+        (run, span): (&PlannedRun, &PlannedSpan),
+        most: usize,
+        parts: &mut Vec<Part>,
+    ) {
+        let (seen, last) = (run.seen(self.first, span), run.seen(self.first + self.queries - 1, span));
+        if seen.is_empty() {
+            return;
+        }
+        let part = |spread, tokens, later| Part {
+            block: index,
+            first: 0,
+            queries: self.queries,
+            spread,
+            tokens,
+            masked: false,
+            later,
+        };
+        let (start, later) = (seen.from / TILE_TOKENS * TILE_TOKENS, last.to - seen.to);
+        let hidden = (last.from > start).then_some(seen.from - start);
+        // Everyone has some of the first and of the last tile alone.
+        let from = if hidden.is_some() { start + TILE_TOKENS } else { start };
+        let to = if later > 0 { (seen.to - 1) / TILE_TOKENS * TILE_TOKENS } else { seen.to };
+        if most == 1 || from >= to {
+            parts.push(part(Spread::Each { hidden }, start..last.to, later));
+            return;
+        }
+        parts.extend((start < from).then(|| part(Spread::Each { hidden }, start..from, 0)));
+        parts.push(part(Spread::Even, from..to, 0));
+        parts.extend((to < last.to).then(|| part(Spread::Each { hidden: None }, to..last.to, later)));
+    }
+}
