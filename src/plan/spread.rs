@@ -87,3 +87,92 @@ impl Block {
         parts.extend((to < last.to).then(|| part(Spread::Each { hidden: None }, to..last.to, later)));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::blocks::{BlockQueries, blocks};
+    use super::*;
+    use crate::format::{AttentionShape, SegmentFormat};
+    use crate::plan::{AttendPlan, Page, QueryRun, SpanView, StoreView, Visible};
+    use proptest::prelude::*;
+
+    /// What a query of a part sees of the span, as kernels find it.
+    fn seen_of(part: &Part, query: usize) -> std::ops::Range<usize> {
+        let hidden = match part.spread {
+            Spread::Each { hidden: Some(hidden) } => hidden + query,
+            _ => 0,
+        };
+        part.tokens.start + hidden..part.tokens.end - part.later.saturating_sub(query)
+    }
+
+    /// Spans one after the other; a gathered one holds every other position.
+    fn views<'a>(lengths: &[(usize, bool)], pages: &'a [Page]) -> Vec<SpanView<'a>> {
+        let mut start = 0;
+        let span = |&(tokens, is_gathered): &(usize, bool)| {
+            let end = start + if is_gathered { 2 * tokens } else { tokens };
+            let begun = std::mem::replace(&mut start, end);
+            let pages = &pages[..tokens.div_ceil(TILE_TOKENS)];
+            let gathered = is_gathered.then_some(end);
+            SpanView { sequence: 0, start: begun, tokens, gathered, pages, range_slot: 0 }
+        };
+        lengths.iter().map(span).collect()
+    }
+
+    proptest! {
+        /// Every query of a block has the same parts, sees some of the first and of the last tile of each, and of all
+        /// together what it sees of the span, once.
+        #[test]
+        fn every_query_finds_what_it_sees(
+            lengths in prop::collection::vec((1usize..500, prop::bool::weighted(0.2)), 1..5),
+            (queries, end, left) in (1usize..600, 0usize..300, 1usize..900),
+            (kind, first, middle) in (0..4, 0usize..600, 0usize..300),
+            most in 1usize..6,
+        ) {
+            let pages = [Page { shard: 0, index: 0 }; 4];
+            let spans = views(&lengths, &pages);
+            let length = spans.iter().map(SpanView::end).max().unwrap_or(0);
+            let end = length.saturating_sub(end).max(1);
+            let queries = queries.min(end);
+            let visible = match kind {
+                0 => Visible::All,
+                1 => Visible::Causal,
+                2 => Visible::Window { left },
+                _ => {
+                    let all = [first..first + middle + 1, first + middle + 9..first + 2 * middle + 40];
+                    Visible::spans(&all.into_iter().filter(|span| span.end <= end).collect::<Vec<_>>())
+                }
+            };
+            let run = QueryRun { end: Some(end), ..QueryRun::new(0, queries, visible) };
+            let store = StoreView { format: SegmentFormat::F16, calibration: None, spans };
+            // A query may see a part of a gathered span, which plans refuse.
+            let Ok(plan) = AttendPlan::new(AttentionShape::new(1, 1, 64).unwrap(), &[run], &[store]) else {
+                return Ok(());
+            };
+            let run = &plan.runs()[0];
+            let blocks = blocks(&plan, BlockQueries { least_spread: 1, ..BlockQueries::up_to(most) });
+            prop_assert_eq!(blocks.iter().map(|block| block.queries).sum::<usize>(), queries);
+            let mut before = 0;
+            for (index, block) in blocks.iter().enumerate() {
+                prop_assert_eq!(std::mem::replace(&mut before, before + block.queries), block.first);
+                for span in plan.segments()[0].spans() {
+                    let mut parts = Vec::new();
+                    block.add_spread_parts(index, (run, span), most, &mut parts);
+                    for query in 0..block.queries {
+                        let mut found = Vec::new();
+                        for part in &parts {
+                            prop_assert_eq!((part.queries, part.first, part.masked), (block.queries, 0, false));
+                            let seen = seen_of(part, query);
+                            prop_assert_eq!(part.tokens.start % TILE_TOKENS, 0);
+                            prop_assert!(!seen.is_empty() && seen.start < part.tokens.start + TILE_TOKENS);
+                            prop_assert_eq!(seen.end.div_ceil(TILE_TOKENS), part.tokens.end.div_ceil(TILE_TOKENS));
+                            prop_assert!(part.spread != Spread::Even || seen == part.tokens);
+                            found.extend(seen);
+                        }
+                        let seen = run.seen(block.first + query, span);
+                        prop_assert_eq!(found, (seen.from..seen.to).collect::<Vec<_>>());
+                    }
+                }
+            }
+        }
+    }
+}
