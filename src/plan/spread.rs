@@ -153,7 +153,8 @@ mod tests {
             prop_assert_eq!(blocks.iter().map(|block| block.queries).sum::<usize>(), queries);
             let mut before = 0;
             for (index, block) in blocks.iter().enumerate() {
-                prop_assert_eq!(std::mem::replace(&mut before, before + block.queries), block.first);
+                prop_assert_eq!(block.first, before);
+                before += block.queries;
                 for span in plan.segments()[0].spans() {
                     let mut parts = Vec::new();
                     block.add_spread_parts(index, (run, span), most, &mut parts);
