@@ -368,6 +368,16 @@ mod tests {
         }
     }
 
+    /// A bit decides the last token of a tile, before which the query sees all.
+    #[test]
+    fn bits_of_a_last_token_hide_it() {
+        let seen = Seen { from: 0, to: 200, tree: 127 };
+        assert!(seen.hides_some_of(&(0..128)) && !seen.hides_some_of(&(0..127)));
+        assert!(
+            Seen { from: 1, ..seen }.hides_some_of(&(0..100)) && !Seen { from: 1, ..seen }.hides_some_of(&(1..100))
+        );
+    }
+
     #[test]
     fn what_hides_everything_or_overlaps_is_refused() {
         let refused = |visible: Visible, queries, end| stand(queries, end).check(&visible).unwrap_err().to_string();
