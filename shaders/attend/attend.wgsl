@@ -25,5 +25,8 @@
 
 @compute @workgroup_size(128)
 fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(read_item(group.y), group.x, number(numbering));
+    if (!has_item(group)) {
+        return;
+    }
+    attend_item(item_of(group), group.x, number(numbering));
 }

@@ -247,7 +247,10 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32) {
 
 @compute @workgroup_size(128)
 fn attend_matrix(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    let item = read_item(group.y);
+    if (!has_item(group)) {
+        return;
+    }
+    let item = item_of(group);
     let y = group.x;
     let invocation = number(numbering);
     let lane = invocation % 32u;

@@ -31,7 +31,10 @@ fn pages() -> u32 {
 
 @compute @workgroup_size(128)
 fn scores(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    let item = read_item(group.y);
+    if (!has_item(group)) {
+        return;
+    }
+    let item = item_of(group);
     let lane = invocation % 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
     keep_tile_base(read_tile_base(item.page_offset, tiles, group.x / CHUNKS, invocation), tiles, invocation);

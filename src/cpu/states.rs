@@ -4,7 +4,7 @@ use super::dense::CpuTensor;
 use crate::backend::AttentionStates;
 use crate::counts::filled;
 use crate::format::AttentionShape;
-use crate::plan::{StoreWork, Work, WorkItem};
+use crate::plan::{ItemMask, StoreWork, Work, WorkItem};
 use crate::{Error, Result};
 
 /// Attention states of all query heads, row by row.
@@ -151,7 +151,7 @@ pub(super) fn item_jobs<'a>(
                         what: "attend",
                         reason: format!("state row {row} is missing or written twice"),
                     })?;
-                    let (shard, masked) = (dispatch.shard, dispatch.masked);
+                    let (shard, masked) = (dispatch.shard, dispatch.mask == ItemMask::Bits);
                     jobs.push(ItemJob { item, shard, masked, query, kv_head, outputs, lse });
                 }
             }

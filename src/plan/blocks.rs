@@ -3,11 +3,14 @@
 //! Queries of one run that see the same tokens read them together: a part is a run of tokens for a *block* of
 //! neighbouring queries. Causal queries differ only at the end, and those of a window at both ends: a block sees the
 //! tiles between together, and the rest query by query. A part of which its query does not see every token is masked.
+//!
+//! Long runs have *spread* blocks (`spread.rs`): one part for many queries that workgroups take one by one.
 
 use std::ops::Range;
 
 use super::attend::{AttendPlan, PlannedSpan};
 use super::runs::PlannedRun;
+use super::spread::even_queries;
 use super::visible::Seen;
 use crate::format::TILE_TOKENS;
 
@@ -33,12 +36,49 @@ pub(crate) struct Part {
     pub first: usize,
     /// Queries: all of the block, or one of it.
     pub queries: usize,
+    /// How they are spread over workgroups.
+    pub spread: Spread,
     /// Tokens of the span; the first is a multiple of 128.
     pub tokens: Range<usize>,
     /// Whether some of the tokens are hidden from its query, which then is alone.
     pub masked: bool,
     /// Tokens at the end that its first query does not see. Each further query sees one more, up to all.
     pub later: usize,
+}
+
+/// How the queries of a part are spread over workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Spread {
+    /// One workgroup takes all of them.
+    Whole,
+    /// A workgroup takes as many as it can. All of them see all tokens.
+    Even,
+    /// Each has a workgroup of its own.
+    Each {
+        /// Where windows begin in the part: tokens at its beginning that the first query does not see. Each further
+        /// query sees one less.
+        hidden: Option<usize>,
+    },
+}
+
+impl Part {
+    /// Whether a workgroup takes several queries.
+    pub(super) fn is_shared(&self) -> bool {
+        match self.spread {
+            Spread::Whole => self.queries > 1,
+            Spread::Even => true,
+            Spread::Each { .. } => false,
+        }
+    }
+
+    /// Workgroups of a KV head that take its tokens, where each has up to `most` queries.
+    pub(super) fn workgroups(&self, most: usize) -> usize {
+        match self.spread {
+            Spread::Whole => 1,
+            Spread::Even => self.queries.div_ceil(most.max(1)),
+            Spread::Each { .. } => self.queries,
+        }
+    }
 }
 
 /// How runs are cut into blocks.
@@ -52,27 +92,53 @@ pub(crate) struct BlockQueries {
     /// Fewest queries of a block that takes together also what some of its causal queries do not see yet: its kernel
     /// limits what each row sees. [`usize::MAX`] where no kernel does.
     pub least_limited: usize,
+    /// Fewest queries of a run with spread blocks, in which a workgroup takes up to `most` queries of an item.
+    /// [`usize::MAX`] where kernels take whole items.
+    pub least_spread: usize,
+}
+
+impl BlockQueries {
+    /// Blocks of up to `most` queries.
+    pub(crate) const fn up_to(most: usize) -> Self {
+        Self { most, least: 1, least_limited: usize::MAX, least_spread: usize::MAX }
+    }
+
+    /// Whether a run has spread blocks: where all its queries go on evenly.
+    pub(super) fn spreads(&self, run: &PlannedRun) -> bool {
+        run.run.queries >= self.least_spread && run.advance(0).is_some()
+    }
+
+    /// Most queries of a block that a workgroup takes together.
+    pub(super) fn of_workgroup(&self, block: &Block, run: &PlannedRun) -> usize {
+        if self.spreads(run) { block.queries.min(self.most) } else { block.queries }
+    }
 }
 
 /// The blocks of all runs.
-pub(crate) fn blocks(plan: &AttendPlan, BlockQueries { most, least, .. }: BlockQueries) -> Vec<Block> {
-    let mut starts = vec![Vec::new(); plan.runs().len()];
-    if most > 1 {
+pub(crate) fn blocks(plan: &AttendPlan, of: BlockQueries) -> Vec<Block> {
+    let BlockQueries { most, least, least_spread, .. } = of;
+    let mut spans = vec![Vec::new(); plan.runs().len()];
+    if most > 1 || least_spread < usize::MAX {
         for span in plan.segments().iter().flat_map(|segment| segment.spans()) {
-            starts[span.run].push(span.start);
+            spans[span.run].push(span);
         }
     }
     let mut blocks = Vec::with_capacity(plan.runs().len());
-    for (index, (run, starts)) in plan.runs().iter().zip(&starts).enumerate() {
+    for (index, (run, spans)) in plan.runs().iter().zip(&spans).enumerate() {
         let most = if run.run.queries < least { 1 } else { most };
         let mut first = 0;
+        while of.spreads(run) && first < run.run.queries {
+            let queries = even_queries(run, spans, first);
+            blocks.push(Block { run: index, first, queries });
+            first += queries;
+        }
         while first < run.run.queries {
             let left = run.run.queries - first;
             let most = if least > 1 { left.div_ceil(left.div_ceil(most.max(1))) } else { most.max(1) };
             let longest = most.min(left);
             let crosses = |queries: &usize| {
                 let (before, after) = (run.limits(first).to as usize, run.limits(first + queries - 1).to as usize);
-                starts.iter().any(|&start| before <= start && start < after)
+                most > 1 && spans.iter().any(|span| before <= span.start && span.start < after)
             };
             let queries = (1..=longest).rev().find(|queries| !crosses(queries)).unwrap_or(1);
             blocks.push(Block { run: index, first, queries });
@@ -90,7 +156,9 @@ impl Block {
             let seen: Vec<Seen> = (0..self.queries).map(seen).collect();
             return self.add_intervals(index, &seen, parts);
         }
-        let part = |first, queries, tokens| Part { block: index, first, queries, tokens, masked: false, later: 0 };
+        let spread = Spread::Whole;
+        let part =
+            |first, queries, tokens| Part { block: index, first, queries, spread, tokens, masked: false, later: 0 };
         let (least, most) = (seen(0).to, seen(self.queries - 1).to);
         if least == most {
             parts.extend((most > 0).then(|| part(0, self.queries, 0..most)));
@@ -109,8 +177,8 @@ impl Block {
         if !run.sees_prefixes() || least == most || least == 0 {
             return self.add_parts(index, run, span, parts);
         }
-        let (block, queries, later) = (index, self.queries, most - least);
-        parts.push(Part { block, first: 0, queries, tokens: 0..most, masked: false, later });
+        let (block, queries, spread, later) = (index, self.queries, Spread::Whole, most - least);
+        parts.push(Part { block, first: 0, queries, spread, tokens: 0..most, masked: false, later });
     }
 
     /// The same for queries that see other than the first tokens of a span.
@@ -119,8 +187,8 @@ impl Block {
         let to = seen.iter().map(|seen| seen.tree).min().unwrap_or(0) / TILE_TOKENS * TILE_TOKENS;
         let together = if self.queries > 1 && from < to { from..to } else { 0..0 };
         if !together.is_empty() {
-            let (queries, tokens) = (self.queries, together.clone());
-            parts.push(Part { block: index, first: 0, queries, tokens, masked: false, later: 0 });
+            let (queries, spread, tokens) = (self.queries, Spread::Whole, together.clone());
+            parts.push(Part { block: index, first: 0, queries, spread, tokens, masked: false, later: 0 });
         }
         for (first, seen) in seen.iter().enumerate() {
             let whole = seen.from / TILE_TOKENS * TILE_TOKENS..seen.to;
@@ -130,7 +198,8 @@ impl Block {
             };
             for tokens in alone.into_iter().filter(|tokens| !tokens.is_empty()) {
                 let masked = seen.hides_some_of(&tokens);
-                parts.push(Part { block: index, first, queries: 1, tokens, masked, later: 0 });
+                let spread = Spread::Whole;
+                parts.push(Part { block: index, first, queries: 1, spread, tokens, masked, later: 0 });
             }
         }
     }
@@ -159,7 +228,7 @@ mod tests {
         let runs = [QueryRun::causal(0, 130), QueryRun::causal(1, 3)];
         let plan = AttendPlan::new(AttentionShape::new(1, 1, 64).unwrap(), &runs, &[store]).unwrap();
         let queries = |most, least| {
-            let queries = BlockQueries { most, least, least_limited: usize::MAX };
+            let queries = BlockQueries { least, ..BlockQueries::up_to(most) };
             blocks(&plan, queries).iter().map(|block| block.queries).collect::<Vec<_>>()
         };
         assert_eq!(queries(64, 16), [44, 43, 43, 1, 1, 1]);
@@ -215,7 +284,7 @@ mod tests {
             let plan = AttendPlan::new(shape, &[run], &stores).unwrap();
             let mut seen = vec![vec![0u8; total]; queries];
             let mut alone = vec![0; queries];
-            let blocks = blocks(&plan, BlockQueries { most, least, least_limited: usize::MAX });
+            let blocks = blocks(&plan, BlockQueries { least, ..BlockQueries::up_to(most) });
             for segment in plan.segments() {
                 for span in segment.spans() {
                     for (index, block) in blocks.iter().enumerate() {

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use super::Page;
 use super::attend::{AttendPlan, StorePart};
-use super::blocks::{Block, Part};
+use super::blocks::{Block, BlockQueries, Part, Spread};
 use super::split::{Cut, Split};
-use super::work::{Dispatch, PreparedRow, StoreWork, WorkItem};
+use super::work::{Dispatch, ItemMask, PreparedRow, StoreWork, WorkItem};
 use crate::format::{AttentionShape, TILE_TOKENS};
 
 /// Where the prepared queries and the scores of a segment's spans begin.
@@ -46,27 +46,32 @@ struct Parts {
     parts: Vec<Part>,
     /// Where the parts of every span end.
     ends: Vec<usize>,
+    /// Most queries of a workgroup of spread blocks.
+    most: usize,
 }
 
 impl Parts {
-    fn of(plan: &AttendPlan, segment: &StorePart, (blocks, least_limited): (&[Block], usize)) -> Self {
+    fn of(plan: &AttendPlan, segment: &StorePart, (blocks, queries): (&[Block], BlockQueries)) -> Self {
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-        let mut of = Self { parts: Vec::new(), ends: Vec::with_capacity(segment.spans().len()) };
+        // A query has scores of its own where they are calibrated, by its own extremes.
+        let most = if segment.calibration().is_some() { 1 } else { queries.most };
+        let mut of = Self { parts: Vec::new(), ends: Vec::with_capacity(segment.spans().len()), most };
         for span in segment.spans() {
             let first = of.parts.len();
             let of_run = first_block[span.run]..first_block[span.run + 1];
             let run = &plan.runs()[span.run];
+            let spreads = queries.spreads(run);
             for (index, block) in of_run.clone().zip(&blocks[of_run]) {
                 match segment.calibration() {
-                    None if block.queries >= least_limited => {
+                    _ if spreads => block.add_spread_parts(index, (run, span), most, &mut of.parts),
+                    None if block.queries >= queries.least_limited => {
                         block.add_limited_parts(index, run, span, &mut of.parts);
                     }
                     _ => block.add_parts(index, run, span, &mut of.parts),
                 }
             }
-            // A query has scores of its own where they are calibrated, by its own extremes.
-            if segment.calibration().is_some() {
+            if segment.calibration().is_some() && !spreads {
                 let of_span = of.parts.split_off(first);
                 of.parts.extend(of_span.into_iter().flat_map(single_queries));
             }
@@ -77,15 +82,15 @@ impl Parts {
 
     /// How those of single queries and those of blocks are cut.
     fn cuts(&self, shape: &AttentionShape, splits: [&Split; 2]) -> [Cut; 2] {
-        let tiles_where = |of: fn(&Part) -> bool| -> usize {
-            self.parts.iter().filter(|part| of(part)).map(|part| part.tokens.len().div_ceil(TILE_TOKENS)).sum()
-        };
+        let tiles = |part: &Part| part.tokens.len().div_ceil(TILE_TOKENS) * part.workgroups(self.most);
+        let tiles_where =
+            |of: fn(&Part) -> bool| -> usize { self.parts.iter().filter(|part| of(part)).map(tiles).sum() };
         match splits {
             [single, blocks] if single == blocks => {
                 [single.cut(tiles_where(|_| true) * shape.kv_heads(), shape.group()); 2]
             }
             [single, blocks] => {
-                let counts = [tiles_where(|part| part.queries == 1), tiles_where(|part| part.queries > 1)];
+                let counts = [tiles_where(|part| !part.is_shared()), tiles_where(Part::is_shared)];
                 let [singles, of_blocks] = counts.map(|tiles| tiles * shape.kv_heads());
                 [single.cut(singles, shape.group()), blocks.cut_evenly(of_blocks)]
             }
@@ -99,8 +104,16 @@ impl Parts {
     }
 }
 
-/// What the items of a dispatch have in common: the shard, whether they have several queries, and are masked.
-type DispatchKey = (u32, bool, bool);
+/// What the items of a dispatch have in common.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct DispatchKey {
+    shard: u32,
+    /// Whether a workgroup takes several queries.
+    shared: bool,
+    /// Whether several workgroups take the queries of an item.
+    spread: bool,
+    mask: ItemMask,
+}
 
 /// Items by dispatch, and the token bits of masked ones.
 #[derive(Default)]
@@ -129,12 +142,14 @@ impl Items {
         let count = self.dispatches.iter().map(|(_, items)| items.len()).sum();
         let (mut items, mut blocks) = (Vec::with_capacity(count), Vec::with_capacity(count));
         let mut dispatches = Vec::with_capacity(self.dispatches.len());
-        for ((shard, several, masked), of_dispatch) in self.dispatches {
-            let most_queries = if several { most_queries } else { 1 };
+        for (DispatchKey { shard, shared, spread, mask }, of_dispatch) in self.dispatches {
+            let most_queries = if shared { most_queries } else { 1 };
+            let of_item = of_dispatch.iter().map(|(item, _)| item.queries as usize).max().unwrap_or(1);
             dispatches.push(Dispatch {
                 shard,
                 most_queries,
-                masked,
+                workgroups: if spread { Some(of_item.div_ceil(most_queries)) } else { None },
+                mask,
                 first_item: items.len(),
                 items: of_dispatch.len(),
             });
@@ -157,17 +172,17 @@ fn longest_first(items: &[(WorkItem, usize)]) -> impl Iterator<Item = usize> {
 }
 
 /// Cuts a segment into items, and says of which block each is. Blocks of at least `least_limited` queries take what not
-/// all of them see together.
+/// all of them see together. A workgroup takes up to `most_queries` queries.
 ///
 /// Parts of single queries and of blocks are cut as their `splits` say.
 pub(super) fn cut_segment(
     plan: &AttendPlan,
     segment: &StorePart,
-    (blocks, least_limited): (&[Block], usize),
+    (blocks, queries, most_queries): (&[Block], BlockQueries, usize),
     splits: [&Split; 2],
 ) -> (StoreWork, Vec<usize>) {
     let prepared = Prepared::new(plan, segment);
-    let parts = Parts::of(plan, segment, (blocks, least_limited));
+    let parts = Parts::of(plan, segment, (blocks, queries));
     let cuts = parts.cuts(plan.shape(), splits);
     let mut items = Items::default();
     for (index, of_span) in parts.by_span() {
@@ -178,7 +193,6 @@ pub(super) fn cut_segment(
             cutter.cut(part, blocks[part.block].first + part.first, &mut items);
         }
     }
-    let most_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
     let (dispatches, items, item_blocks, token_bits) = items.ordered(most_queries);
     let work = StoreWork {
         store: segment.store(),
@@ -211,6 +225,7 @@ impl Cutter<'_> {
     fn cut(&self, part: &Part, query: usize, items: &mut Items) {
         let (span, (first_query, first_score)) = (&self.segment.spans()[self.index], self.prepared.spans[self.index]);
         let run = &self.plan.runs()[span.run];
+        let span_tiles = span.tokens.div_ceil(TILE_TOKENS);
         let seen = part.masked.then(|| run.seen(query, span));
         let sees = |token| run.sees(query, span.start + token);
         for (shard, tiles) in self.pieces(part) {
@@ -219,7 +234,14 @@ impl Cutter<'_> {
             if masked && !tokens.clone().any(sees) {
                 continue;
             }
-            let first_scores = first_score + query * span.tokens.div_ceil(TILE_TOKENS) + tiles.start;
+            let (mask, scores, score_stride) = match part.spread {
+                _ if masked => (ItemMask::Bits, self.segment.pages().len() + items.token_bits.len(), 0),
+                // As many are hidden as lie before the window.
+                Spread::Each { hidden: Some(hidden) } if tokens.start == part.tokens.start => {
+                    (ItemMask::Start, hidden, 1)
+                }
+                _ => (ItemMask::None, first_score + query * span_tiles + tiles.start, span_tiles),
+            };
             let item = WorkItem {
                 page_offset: (span.first_page + tiles.start) as u32,
                 tokens: tokens.len() as u32,
@@ -231,23 +253,22 @@ impl Cutter<'_> {
                 states: 0,
                 queries: part.queries as u32,
                 stride: 0,
-                scores: match masked {
-                    false => first_scores as u32,
-                    true => (self.segment.pages().len() + items.token_bits.len()) as u32,
-                },
+                scores: scores as u32,
+                score_stride: score_stride as u32,
                 // Of a part that was cut, the first query may see no token of the last items.
                 later: (tokens.end + part.later).saturating_sub(part.tokens.end) as u32,
             };
             if masked {
                 add_bits(&mut items.token_bits, tokens, sees);
             }
-            items.push((shard, part.queries > 1, masked), (item, part.block));
+            let key = DispatchKey { shard, shared: part.is_shared(), spread: part.spread != Spread::Whole, mask };
+            items.push(key, (item, part.block));
         }
     }
 
     /// The tiles of a part in pieces, and the shard of each.
     fn pieces(&self, part: &Part) -> impl Iterator<Item = (u32, Range<usize>)> {
-        let cut = self.cuts[usize::from(part.queries > 1)];
+        let cut = self.cuts[usize::from(part.is_shared())];
         let of_part = part.tokens.start / TILE_TOKENS..part.tokens.end.div_ceil(TILE_TOKENS);
         self.in_shards.iter().flat_map(move |(shard, tiles)| {
             let tiles = tiles.start.max(of_part.start)..tiles.end.min(of_part.end);

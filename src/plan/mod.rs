@@ -18,6 +18,7 @@ mod rows;
 mod runs;
 mod scoring;
 mod split;
+mod spread;
 mod state_rows;
 mod tokens;
 mod visible;
@@ -43,7 +44,7 @@ pub use write::{
 };
 #[cfg(feature = "cuda")]
 pub(crate) use {
-    blocks::{Block, Part, blocks},
+    blocks::{Block, Part, Spread, blocks},
     state_rows::StateCounts,
 };
 // How kernels take a plan, word by word. Public for tests of the backends.
@@ -51,7 +52,7 @@ pub(crate) use {
 pub use {
     state_rows::StateRows,
     visible::{RowLimits, Seen},
-    work::{Dispatch, PreparedRow, StoreWork, Work, WorkItem},
+    work::{Dispatch, ItemMask, PreparedRow, StoreWork, Work, WorkItem},
     write::{TableSection, WriteEntry},
 };
 

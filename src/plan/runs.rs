@@ -1,7 +1,7 @@
 //! Runs of queries, and where they lie in a plan.
 
 use super::attend::{PlannedSpan, SpanView, StoreView};
-use super::visible::{RowLimits, Seen, Stand, Visible};
+use super::visible::{Advance, RowLimits, Seen, Stand, Visible};
 use super::{limit, reject};
 use crate::format::AttentionShape;
 use crate::{Error, Result};
@@ -88,6 +88,11 @@ impl PlannedRun {
             Visible::Window { left } => Some(self.stand.position(query) as i64 - left as i64),
             _ => None,
         }
+    }
+
+    /// How the queries from `query` on go on with what it sees; none where they do not so evenly.
+    pub(super) fn advance(&self, query: usize) -> Option<Advance> {
+        self.stand.advance(&self.run.visible, query)
     }
 
     /// Whether a query of the run sees a position; false for a query that the run does not have.

@@ -72,7 +72,7 @@ impl StateCounts {
     /// Assigns rows of their own to the queries of blocks in which one has at least `least` states.
     fn assign_rows(self, least: u32) -> Result<StateAssignment> {
         let mut rows = vec![StateRows::default(); self.alone.len()];
-        let (mut strides, mut next_shared, mut next_alone) = (Vec::new(), Vec::new(), vec![0; rows.len()]);
+        let (mut strides, mut next_shared) = (Vec::new(), Vec::new());
         let mut states = 0u64;
         for (&(first_row, queries), &shared) in self.blocks.iter().zip(&self.shared) {
             let of_block = first_row..first_row + queries;
@@ -88,12 +88,11 @@ impl StateCounts {
             for row in of_block {
                 let first = states as u32;
                 rows[row] = StateRows { first, end: first + shared + self.alone[row] };
-                next_alone[row] = first + shared;
                 states += own;
             }
         }
         let queries = self.blocks.iter().map(|&(_, queries)| queries).collect();
-        Ok(StateAssignment { rows, states: states as usize, queries, strides, next_shared, next_alone })
+        Ok(StateAssignment { rows, states: states as usize, queries, strides, next_shared, alone: self.alone })
     }
 }
 
@@ -108,18 +107,23 @@ pub(crate) struct StateAssignment {
     queries: Vec<usize>,
     strides: Vec<u32>,
     next_shared: Vec<u32>,
-    next_alone: Vec<u32>,
+    /// For every query: rows of items for it alone that are still to be taken, the last of its rows.
+    alone: Vec<u32>,
 }
 
 impl StateAssignment {
     /// Takes the rows of an item that was counted.
     pub(crate) fn take(&mut self, block: usize, row: usize, queries: usize) -> StatePlace {
-        let next = match queries == self.queries[block] {
-            true => &mut self.next_shared[block],
-            false => &mut self.next_alone[row],
+        let state = match queries == self.queries[block] {
+            true => {
+                self.next_shared[block] += 1;
+                self.next_shared[block] - 1
+            }
+            false => {
+                self.alone[row] -= 1;
+                self.rows[row].end - self.alone[row] - 1
+            }
         };
-        let state = *next;
-        *next += 1;
         StatePlace { state, stride: self.strides[block], rows: self.rows[row] }
     }
 }

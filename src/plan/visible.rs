@@ -231,8 +231,8 @@ impl Stand {
         (self.end + query).saturating_sub(self.queries)
     }
 
-    /// What a query sees; nothing beyond the queries of the run. Here alone the kinds of visibility differ; all
-    /// positions fit 32 bits.
+    /// What a query sees; nothing beyond the queries of the run. The kinds of visibility differ only here and in
+    /// [`Stand::advance`]; all positions fit 32 bits.
     pub(super) fn limits(&self, visible: &Visible, query: usize) -> RowLimits {
         if query >= self.queries {
             return RowLimits::NOTHING;
@@ -262,6 +262,28 @@ impl Stand {
         }
     }
 
+    /// How the queries from `query` on go on with what it sees; none where they do not so evenly.
+    pub(super) fn advance(&self, visible: &Visible, query: usize) -> Option<Advance> {
+        let (left, position) = (self.queries.checked_sub(query).filter(|left| *left > 0)?, self.position(query));
+        let alike = |queries: usize, moves| Advance { queries: queries.min(left), moves, window: None };
+        match visible {
+            Visible::All => Some(alike(left, false)),
+            Visible::Causal => Some(alike(left, true)),
+            Visible::Window { left: before } => {
+                Some(Advance { window: Some(position as i64 - *before as i64), ..alike(left, true) })
+            }
+            // In a span that sees itself all see what it ends with; before it they are causal.
+            Visible::Spans { left: None, spans } => {
+                Some(match spans.get(spans.partition_point(|span| span.end <= position)) {
+                    Some(span) if span.start <= position => alike(span.end - position, false),
+                    Some(span) => alike(span.start - position, true),
+                    None => alike(left, true),
+                })
+            }
+            Visible::Spans { .. } | Visible::Tree(_) => None,
+        }
+    }
+
     /// Whether a query sees a position.
     pub(super) fn sees(&self, visible: &Visible, query: usize, position: usize) -> bool {
         let limits = self.limits(visible, query);
@@ -271,6 +293,18 @@ impl Stand {
             _ => (limits.from as usize) <= position && position < limits.to as usize,
         }
     }
+}
+
+/// How a query and those after it go on with what it sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Advance {
+    /// The query and as many after it as go on alike.
+    pub queries: usize,
+    /// Whether each sees a position more at the end than the one before it.
+    pub moves: bool,
+    /// Where the window of the first begins, before position 0 for the first queries of a sequence. That of each further
+    /// one begins a position later.
+    pub window: Option<i64>,
 }
 
 /// What a query sees of a span, as tokens of the span.
@@ -332,6 +366,16 @@ mod tests {
             }
             Visible::Tree(mask) => position < end - mask.tokens() || mask.sees(query, position - (end - mask.tokens())),
         }
+    }
+
+    /// A bit decides the last token of a tile, before which the query sees all.
+    #[test]
+    fn bits_of_a_last_token_hide_it() {
+        let seen = Seen { from: 0, to: 200, tree: 127 };
+        assert!(seen.hides_some_of(&(0..128)) && !seen.hides_some_of(&(0..127)));
+        assert!(
+            Seen { from: 1, ..seen }.hides_some_of(&(0..100)) && !Seen { from: 1, ..seen }.hides_some_of(&(1..100))
+        );
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::Page;
 use super::attend::AttendPlan;
-use super::blocks::{BlockQueries, blocks};
+use super::blocks::{Block, BlockQueries, blocks};
 use super::cut::cut_segment;
 use super::scoring::Scoring;
 use super::split::Split;
@@ -38,11 +38,13 @@ pub struct WorkItem {
     /// State rows from one query to the next.
     pub stride: u32,
     /// Where the item's scores lie in the unfused path: those of query head h and tile t of the item begin at
-    /// `((scores + t) · Hq + h) · 128`. Items of calibrated segments have one query. Masked items are not calibrated:
-    /// this is the index of their token bits in [`StoreWork::page_table`].
+    /// `((scores + t) · Hq + h) · 128`. Masked items are not calibrated. This is then the index of their token bits in
+    /// [`StoreWork::page_table`], or the number of tokens at their beginning that the query does not see.
     pub scores: u32,
     /// Tokens at the item's end that its first query does not see. Each further query sees one more, up to all.
     pub later: u32,
+    /// What `scores` of one query is less than that of the next.
+    pub score_stride: u32,
 }
 
 /// A query that a segment's keys are multiplied with: prepared once for every span where keys have ranges of spans or
@@ -56,16 +58,29 @@ pub struct PreparedRow {
     pub range_slot: u32,
 }
 
-/// Work items that one dispatch takes: their pages lie in one shard, they have one query each or blocks of queries, and
-/// all or none of them are masked.
+/// Which tokens of an item are hidden from its queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ItemMask {
+    /// None, but for the [later](WorkItem::later) ones.
+    None,
+    /// Those of which the token bits are 0; the item has one query.
+    Bits,
+    /// As many at its beginning as [`WorkItem::scores`] says.
+    Start,
+}
+
+/// Work items that one dispatch takes: their pages lie in one shard, and a workgroup takes one query of each or several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dispatch {
     /// The shard.
     pub shard: u32,
-    /// Most queries of its items: 1, or [`Work::block_queries`].
+    /// Most queries that a workgroup takes together: 1, or [`Work::block_queries`].
     pub most_queries: usize,
-    /// Whether some tokens of every item, but not all, are hidden from its query, as its token bits say.
-    pub masked: bool,
+    /// Number of workgroups of a KV head that take the queries of an item one after the other; none where one takes
+    /// all.
+    pub workgroups: Option<usize>,
+    /// Which tokens are hidden.
+    pub mask: ItemMask,
     /// First item.
     pub first_item: usize,
     /// Number of items.
@@ -171,16 +186,18 @@ impl Work {
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when there are more items than a 32-bit word counts.
     pub fn new(plan: &AttendPlan, split: Split, block_queries: usize) -> Result<Self> {
-        Self::in_blocks(plan, split, BlockQueries { most: block_queries, least: 1, least_limited: usize::MAX })
+        Self::in_blocks(plan, split, BlockQueries::up_to(block_queries))
     }
 
     /// The same for such blocks. Where short runs are taken query by query, blocks are wide, and their items fewer.
     pub(crate) fn in_blocks(plan: &AttendPlan, split: Split, queries: BlockQueries) -> Result<Self> {
         let blocks = blocks(plan, queries);
         let blocks_split = if queries.least > 1 { split.of_wide_blocks() } else { split };
+        let of_workgroup = |block: &Block| queries.of_workgroup(block, &plan.runs()[block.run]);
+        let block_queries = blocks.iter().map(of_workgroup).max().unwrap_or(1);
         let mut segments = Vec::with_capacity(plan.segments().len());
         for segment in plan.segments() {
-            segments.push(cut_segment(plan, segment, (&blocks, queries.least_limited), [&split, &blocks_split]));
+            segments.push(cut_segment(plan, segment, (&blocks, queries, block_queries), [&split, &blocks_split]));
         }
         let mut counts = StateCounts::new(plan, &blocks);
         for (item, &block) in segments.iter().flat_map(|(segment, of)| segment.items.iter().zip(of)) {
@@ -194,7 +211,6 @@ impl Work {
                 (item.first_state, item.states) = (place.rows.first, place.rows.end - place.rows.first);
             }
         }
-        let block_queries = blocks.iter().map(|block| block.queries).max().unwrap_or(1);
         let segments = segments.into_iter().map(|(segment, _)| segment).collect();
         let (shape, scoring) = (*plan.shape(), plan.scoring().clone());
         Ok(Self { shape, segments, rows: states.rows, states: states.states, block_queries, scoring })
@@ -226,7 +242,7 @@ impl Work {
         self.states
     }
 
-    /// Most queries of an item.
+    /// Most queries that a workgroup takes together.
     pub const fn block_queries(&self) -> usize {
         self.block_queries
     }
@@ -267,7 +283,7 @@ mod tests {
         let span = SpanView { sequence: 0, start: 0, tokens: 16_384, gathered: None, pages: &pages, range_slot: 0 };
         let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
         let plan = AttendPlan::new(shape, &[QueryRun::causal(0, 16_384)], &[store]).unwrap();
-        let limited = BlockQueries { most: 64, least: 2, least_limited: 9 };
+        let limited = BlockQueries { least: 2, least_limited: 9, ..BlockQueries::up_to(64) };
         let work = Work::in_blocks(&plan, Split::default(), limited).unwrap();
         let items = work.segments()[0].items();
         assert!(items.iter().all(|item| item.queries == 64));
@@ -303,9 +319,9 @@ mod tests {
             shard_pages in 1u32..9,
             target_items in prop_oneof![1usize..200, Just(usize::MAX)],
             (tile_step, max_tiles) in (1usize..6, 1usize..40),
-            (queries, block_queries) in (prop::collection::vec(1usize..40, 3), 1usize..9),
+            (queries, block_queries) in (prop::collection::vec(prop_oneof![1usize..40, 1usize..400], 3), 1usize..9),
             window in prop::option::of(1usize..700),
-            limited in any::<bool>(),
+            kind in 0..3,
         ) {
             let shape = AttentionShape::new(6, 2, 64).unwrap();
             let mut next = 0;
@@ -343,11 +359,13 @@ mod tests {
             prop_assert_eq!(plan.is_ok(), starts.iter().all(|&tokens| tokens > 0));
             let Ok(plan) = plan else { return Ok(()) };
             let split = Split { target_items, tile_step, max_tiles };
-            let limits = BlockQueries { most: block_queries, least: 2, least_limited: 3 };
-            let work = match limited {
-                true => Work::in_blocks(&plan, split, limits).unwrap(),
-                false => Work::new(&plan, split, block_queries).unwrap(),
+            let up_to = BlockQueries::up_to(block_queries);
+            let of = match kind {
+                0 => up_to,
+                1 => BlockQueries { least: 2, least_limited: 3, ..up_to },
+                _ => BlockQueries { least_spread: 3, ..up_to },
             };
+            let work = Work::in_blocks(&plan, split, of).unwrap();
 
             let mut states = vec![0; work.states()];
             let mut seen = vec![0; plan.rows()];
@@ -359,7 +377,11 @@ mod tests {
                     for item in items {
                         let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
                         prop_assert!(tiles >= 1 && tiles <= max_tiles.next_multiple_of(tile_step));
-                        prop_assert!(item.queries as usize <= block_queries);
+                        prop_assert!(dispatch.most_queries <= block_queries);
+                        let queries = dispatch.workgroups.unwrap_or(1) * dispatch.most_queries;
+                        prop_assert!((1..=queries).contains(&(item.queries as usize)));
+                        prop_assert!(dispatch.most_queries == 1 || item.later == 0 || kind == 1);
+                        prop_assert!(dispatch.mask != ItemMask::Bits || item.queries == 1);
                         let at = item.page_offset as usize;
                         let span = planned.spans().iter().find(|span| {
                             (span.first_page..span.first_page + span.tokens.div_ceil(TILE_TOKENS)).contains(&at)
@@ -372,7 +394,11 @@ mod tests {
                             let run = &plan.runs()[span.run];
                             for token in 0..item.tokens as usize {
                                 let shown = token as u32 + item.later.saturating_sub(query) < item.tokens;
-                                let is_seen = shown && (!dispatch.masked || segment.sees(item, token));
+                                let is_seen = shown && match dispatch.mask {
+                                    ItemMask::None => true,
+                                    ItemMask::Bits => segment.sees(item, token),
+                                    ItemMask::Start => token as u32 >= item.scores + query * item.score_stride,
+                                };
                                 prop_assert_eq!(is_seen, run.sees(row - run.first_row, first + token));
                                 seen[row] += usize::from(is_seen);
                             }
@@ -382,9 +408,9 @@ mod tests {
                             prop_assert_eq!(segment.queries()[(item.query + query) as usize].row as usize, row);
                         }
                         if segment.calibration().is_some() {
-                            prop_assert_eq!(item.queries, 1);
-                            for tile in item.scores as usize..item.scores as usize + tiles {
-                                prop_assert!(tile < segment.score_tiles() && scores.insert(tile));
+                            prop_assert_eq!(dispatch.most_queries, 1);
+                            for first in (0..item.queries).map(|query| (item.scores + query * item.score_stride) as usize) {
+                                prop_assert!((first..first + tiles).all(|tile| tile < segment.score_tiles() && scores.insert(tile)));
                             }
                         }
                     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, full_runs};
+use super::attend::{AttendStep, AttendTensors, LEAST_SPREAD, LseOutput, Scratch, ScratchBytes, full_runs};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor, Variant};
@@ -210,7 +210,9 @@ impl ModelStep {
     pub async fn prepare_chunks(&self, of: impl StepKinds, longest: usize) -> Result<()> {
         let (kinds, longest) = (of.step_kinds(), longest.min(self.rows.tokens));
         let causal = |tokens| QueryRun::causal(0, tokens);
-        let short = |_: &StepKind<'_>| (2..=longest.min(MOST_CHUNK_KINDS)).map(causal).collect();
+        // Kernels of longer runs take their queries from items of many queries.
+        let spread = Some(LEAST_SPREAD).filter(|&least| least <= longest);
+        let short = |_: &StepKind<'_>| (2..=longest.min(MOST_CHUNK_KINDS)).chain(spread).map(causal).collect();
         self.prepare_runs(&kinds, short, &[1, MANY_TILES]).await?;
         let staged: Vec<Vec<Variant>> = kinds.iter().map(|&kind| staged::variants_of(kind)).collect::<Result<_>>()?;
         self.backend.kernels().prepare(&staged.concat()).await?;

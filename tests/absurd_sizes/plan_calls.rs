@@ -4,7 +4,7 @@ use kvpack::SegmentFormat;
 use kvpack::cpu::CpuIndices;
 use kvpack::format::Calibration;
 use kvpack::plan::{
-    AttendPlan, Dispatch, ElementType, Elements, IndexShape, LayerAttention, Page, PageAllocator, PlannedRun,
+    AttendPlan, Dispatch, ElementType, Elements, IndexShape, ItemMask, LayerAttention, Page, PageAllocator, PlannedRun,
     PlannedSpan, QueryLayout, QueryRun, RowLayout, Rows, Scoring, SpanView, Split, StoreCapacity, StoreView,
     TableSection, TokenIndices, TokenRange, TreeMask, Visible, WindowCapacity, Work, WriteLayout, WriteTable,
 };
@@ -153,7 +153,7 @@ fn plans() -> Vec<Call> {
             let plan = plan(&[QueryRun::decode(0)]).unwrap();
             let work = Work::new(&plan, Split { target_items: 4, tile_step: 1, max_tiles: 2 }, 1).unwrap();
             let part = &work.segments()[0];
-            let foreign = Dispatch { shard: u32::MAX, most_queries: items, masked: true, first_item, items };
+            let foreign = Dispatch { shard: u32::MAX, most_queries: items, workgroups: None, mask: ItemMask::Bits, first_item, items };
             assert!(part.items_of(&foreign).len() <= part.items().len());
         });
         "plan::AttendPlan::check_elements" => sizes(|a| done(plan(&[QueryRun::decode(0)]).unwrap().check_elements("queries", a)));

@@ -3,7 +3,7 @@
 use kvpack::backend::{AttendOptions, AttentionStates, Backend, SpanRead, SpanWrite};
 use kvpack::cpu::{DenseSegment, ExactState, exact_attention, nmse};
 use kvpack::format::TILE_TOKENS;
-use kvpack::plan::{AttendPlan, Page, QueryRun, RowLayout, SpanView, StoreView, TokenRange};
+use kvpack::plan::{AttendPlan, Page, QueryRun, RowLayout, SpanView, StoreView, TokenRange, Visible};
 use kvpack::{AttentionShape, Calibration, SegmentFormat};
 use pollster::block_on;
 
@@ -62,9 +62,7 @@ impl Runs {
         self.compare_states("attend_states", backend, &states, &exact, limit);
 
         // Attention over all is the merge of attention over the spans of each store alone.
-        if self.runs.iter().all(|run| run.visible == kvpack::plan::Visible::All)
-            && self.every_sequence_is_in_two_stores()
-        {
+        if self.runs.iter().all(|run| run.visible == Visible::All) && self.every_sequence_is_in_two_stores() {
             let parts = [0, 1].map(|store| {
                 let plan = self.plan(&filled, &self.runs, |span: &Stored| (span.store == 0) == (store == 0));
                 block_on(backend.attend_states(&plan, &stores, &tensor, options)).unwrap()
@@ -155,8 +153,10 @@ impl Runs {
         let mut random = Random::new(77);
         let head_dim = self.shape.head_dim();
         let mut queries: Vec<f32> = (0..rows * self.shape.query_heads() * head_dim).map(|_| random.normal()).collect();
-        // The channel in which all queries look for the sink.
-        queries.chunks_exact_mut(head_dim).for_each(|query| query[0] = 2.0);
+        // The channel in which queries look for the sink. The next query does not: the sink would hide whether it sees
+        // a token more or less.
+        let heads = queries.chunks_exact_mut(head_dim).enumerate();
+        heads.for_each(|(head, query)| query[0] = [2.0, 0.0][head / self.shape.query_heads() % 2]);
         queries
     }
 
@@ -169,9 +169,12 @@ impl Runs {
                     filled.spans.iter().zip(&filled.dense).filter(|(span, _)| span.sequence == run.run.sequence);
                 let seen: Vec<_> = parts
                     .map(|(span, (keys, values))| {
-                        let tokens = (run.limits(query).to as usize).saturating_sub(span.start).min(span.tokens);
-                        let cut = |rows: &Vec<f32>| self.first_tokens(rows, span.tokens, tokens);
-                        (cut(keys), cut(values), tokens, self.stores[span.store].1)
+                        let limits = run.limits(query);
+                        let [from, to] = [limits.from, limits.to]
+                            .map(|position| (position as usize).saturating_sub(span.start).min(span.tokens));
+                        let seen = from..to.max(from);
+                        let cut = |rows: &Vec<f32>| self.some_tokens(rows, span.tokens, seen.clone());
+                        (cut(keys), cut(values), seen.len(), self.stores[span.store].1)
                     })
                     .collect();
                 let segments: Vec<DenseSegment<'_>> = seen
@@ -190,10 +193,10 @@ impl Runs {
         exact
     }
 
-    /// The first tokens of `[kv_heads, tokens, head_dim]` rows.
-    fn first_tokens(&self, rows: &[f32], tokens: usize, first: usize) -> Vec<f32> {
-        let head_dim = self.shape.head_dim();
-        rows.chunks_exact((tokens * head_dim).max(1)).flat_map(|head| &head[..first * head_dim]).copied().collect()
+    /// Some tokens of `[kv_heads, tokens, head_dim]` rows.
+    fn some_tokens(&self, rows: &[f32], tokens: usize, some: std::ops::Range<usize>) -> Vec<f32> {
+        let (head_dim, heads) = (self.shape.head_dim(), rows.chunks_exact((tokens * self.shape.head_dim()).max(1)));
+        heads.flat_map(|head| &head[some.start * head_dim..some.end * head_dim]).copied().collect()
     }
 
     fn compare(&self, what: &str, outputs: &[f32], exact: &[ExactState], limit: f64) {
@@ -235,7 +238,7 @@ pub fn cases(longest: usize) -> Vec<Runs> {
         key: affine(Bits::Two, Grouping::ChannelTokens(32)),
         value: affine(Bits::Two, Grouping::TokenChannels(32)),
     };
-    let all = |sequence, queries| QueryRun::new(sequence, queries, kvpack::plan::Visible::All);
+    let all = |sequence, queries| QueryRun::new(sequence, queries, Visible::All);
     let shape = |query_heads, kv_heads, head_dim| AttentionShape::new(query_heads, kv_heads, head_dim).unwrap();
     let plain = |formats: &[SegmentFormat]| formats.iter().map(|&format| (format, None)).collect::<Vec<_>>();
     let f16 = SegmentFormat::F16;
@@ -290,5 +293,16 @@ pub fn cases(longest: usize) -> Vec<Runs> {
         runs: vec![QueryRun::causal(0, longest.min(130))],
         shard_pages: 4,
     });
+    // Windows that begin within a tile, with several queries of one query head and one of four.
+    for (query_heads, left) in [(2, 200), (8, 70)] {
+        let window = |sequence, queries, left| QueryRun::new(sequence, queries, Visible::Window { left });
+        cases.push(Runs {
+            shape: shape(query_heads, 2, 64),
+            stores: plain(&[f16, SegmentFormat::per_channel(Bits::Four)]),
+            sequences: ragged.clone(),
+            runs: vec![window(0, longest, left), QueryRun::decode(1), window(2, 7, 9)],
+            shard_pages: 2,
+        });
+    }
     cases
 }

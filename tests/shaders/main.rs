@@ -13,7 +13,9 @@ use std::sync::LazyLock;
 use kvpack::backend::{AttendOptions, QueryPrecision};
 use kvpack::format::sketch::Sketch;
 use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, NormRule, Rotation, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreView};
+use kvpack::plan::{
+    AttendPlan, ElementType, Page, QueryLayout, QueryRun, RowLayout, SpanView, Split, StoreView, Visible,
+};
 use kvpack::policy::{ColumnRequest, HeadAggregation, RowStatsSource, StatsRequest};
 use kvpack::wgpu::shader::Source;
 use kvpack::wgpu::{
@@ -96,14 +98,19 @@ fn decode_variants(capabilities: impl Fn(usize) -> Capabilities) -> Vec<Variant>
         let pages = [Page { shard: 0, index: 0 }];
         let span = SpanView { sequence: 0, start: 0, tokens: 100, gathered: None, pages: &pages, range_slot: 0 };
         let store = StoreView { format: SegmentFormat { key, value }, calibration, spans: vec![span] };
-        let plan = AttendPlan::new(shape, &QueryRun::decode_batch(1), &[store]).unwrap();
         let types = ElementType::ALL;
         let query = if turn % 5 == 0 { QueryPrecision::Int8 } else { QueryPrecision::Int16 };
         let options = AttendOptions { query, output: types[turn / 2 % 3], ..AttendOptions::default() };
-        let step = AttendStep::new(&capabilities(turn), &plan, types[turn % 3], options).unwrap();
-        let rows = QueryLayout { first: head_dim, stride: 20 * head_dim };
-        let step = if turn % 5 == 1 { step.with_query_layout(rows).with_output_layout(rows) } else { step };
-        found.extend(step.variants());
+        // A decoding query, and a prompt whose queries workgroups take one by one, or a few together.
+        let visible = if calibration.is_some() { Visible::Causal } else { Visible::Window { left: 30 + turn % 50 } };
+        let prompt = (turn % 4 == 3 || turn % 5 == 3).then(|| QueryRun::new(0, 40, visible));
+        for run in std::iter::once(QueryRun::decode(0)).chain(prompt) {
+            let plan = AttendPlan::new(shape, &[run], std::slice::from_ref(&store)).unwrap();
+            let step = AttendStep::new(&capabilities(turn), &plan, types[turn % 3], options).unwrap();
+            let rows = QueryLayout { first: head_dim, stride: 20 * head_dim };
+            let step = if turn % 5 == 1 { step.with_query_layout(rows).with_output_layout(rows) } else { step };
+            found.extend(step.variants());
+        }
     }
     found
 }

@@ -1,8 +1,10 @@
 //! Which launches a decode step has: pure, on any machine.
 
+use std::time::{Duration, Instant};
+
 use kvpack::backend::AttendOptions;
 use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView, Visible};
 use kvpack::wgpu::{AttendStep, Capabilities, KernelLimits, Path, SubgroupSizes, Timestamps};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, conformance};
 
@@ -153,38 +155,81 @@ fn the_registry_covers_matrices() {
     }
 }
 
+/// A prompt whose queries workgroups take one by one has a few items for each tile of queries, and none for each query.
+#[test]
+fn prompts_have_items_of_many_queries() {
+    let shape = AttentionShape::new(8, 2, 64).unwrap();
+    let pages: Vec<Page> = (0..32).map(|index| Page { shard: 0, index }).collect();
+    let items = |queries, visible: &Visible| {
+        let span = SpanView { sequence: 0, start: 0, tokens: 4096, gathered: None, pages: &pages, range_slot: 0 };
+        let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
+        let plan = AttendPlan::new(shape, &[QueryRun::new(0, queries, visible.clone())], &[store]).unwrap();
+        let step = AttendStep::new(&capabilities(), &plan, ElementType::F16, AttendOptions::default()).unwrap();
+        let segment = &step.work().segments()[0];
+        segment.items().iter().map(|item| item.queries as usize).collect::<Vec<_>>()
+    };
+    for visible in [Visible::All, Visible::Causal, Visible::Window { left: 500 }] {
+        let of_prompt = items(4096, &visible);
+        assert!(of_prompt.len() < 32 * 8, "{visible:?}: {}", of_prompt.len());
+        assert!(items(31, &visible).iter().all(|&queries| queries == 1), "{visible:?}");
+        assert!(items(32, &visible).iter().all(|&queries| queries > 1), "{visible:?}");
+    }
+}
+
 /// What the host pays for planning a prompt: `cargo test --release --test shaders -- --ignored --nocapture planning`.
 #[test]
 #[ignore = "prints times"]
 fn planning_of_prompts() {
-    let shape = AttentionShape::new(32, 8, 128).unwrap();
-    let limits = KernelLimits { workgroup_memory: 48 << 10, binding_bytes: 2 << 30, ..capabilities().limits };
+    let heads = |query, kv, channels| AttentionShape::new(query, kv, channels).unwrap();
+    let (f16, window) = (SegmentFormat::F16, Visible::Window { left: 1023 });
+    let calibration = Calibration::new(0.0, 3.0).ok();
+    let cases = [
+        ("f16, matrices", heads(32, 8, 128), true, f16, None, Visible::Causal),
+        ("saw-int4, matrices", heads(32, 8, 128), true, SegmentFormat::saw_int4(), None, Visible::Causal),
+        ("f16", heads(32, 8, 128), false, f16, None, Visible::Causal),
+        ("4 bits", heads(32, 8, 128), false, SegmentFormat::per_channel(Bits::Four), None, Visible::Causal),
+        ("f16, a query head per KV head", heads(8, 8, 128), false, f16, None, Visible::Causal),
+        ("calibrated", heads(8, 2, 128), false, SegmentFormat::per_channel(Bits::Two), calibration, Visible::Causal),
+        ("f16, window", heads(32, 8, 128), true, f16, None, window),
+    ];
     for (sequences, tokens) in [(1, 16_384), (4, 4096), (16, 1024)] {
-        let pages: Vec<Page> = (0..tokens as u32 / 128).map(|index| Page { shard: 0, index }).collect();
-        for (matrices, format) in
-            [(true, SegmentFormat::F16), (true, SegmentFormat::saw_int4()), (false, SegmentFormat::F16)]
+        // Of longer prompts scores do not fit a binding.
+        let fits = |calibrated: bool| !calibrated || tokens < 4096;
+        for (name, shape, matrices, format, calibration, visible) in cases.iter().filter(|case| fits(case.4.is_some()))
         {
-            let capabilities = Capabilities { matrices, limits, ..capabilities() };
-            let mut times = [[f64::MAX; 2]; 2];
-            for _ in 0..20 {
-                let span =
-                    |sequence| SpanView { sequence, start: 0, tokens, gathered: None, pages: &pages, range_slot: 0 };
-                let store = StoreView { format, calibration: None, spans: (0..sequences).map(span).collect() };
-                let runs: Vec<QueryRun> = (0..sequences).map(|sequence| QueryRun::causal(sequence, tokens)).collect();
-                let begun = std::time::Instant::now();
-                let plan = AttendPlan::new(shape, &runs, &[store]).unwrap();
-                times[0][0] = begun.elapsed().as_secs_f64().min(times[0][0]);
-                let begun = std::time::Instant::now();
-                let step = AttendStep::new(&capabilities, &plan, ElementType::F16, AttendOptions::default()).unwrap();
-                times[1][0] = begun.elapsed().as_secs_f64().min(times[1][0]);
-                times[1][1] = step.work().segments()[0].items().len() as f64;
-            }
-            let [[plan, _], [step, items]] = times;
-            println!(
-                "{sequences} × {tokens} {format}, matrices {matrices}: plan {:.3} ms, step {:.3} ms, {items} items",
-                plan * 1e3,
-                step * 1e3
-            );
+            let [plan, step, items] = planning_times(sequences, tokens, |views| {
+                let store = StoreView { format: *format, calibration: *calibration, spans: views };
+                let run = |sequence| QueryRun::new(sequence, tokens, visible.clone());
+                let runs: Vec<QueryRun> = (0..sequences).map(run).collect();
+                let begun = Instant::now();
+                let plan = AttendPlan::new(*shape, &runs, &[store]).unwrap();
+                (plan, begun.elapsed(), *matrices)
+            });
+            println!("{sequences} × {tokens} {name}: plan {plan:.3} ms, step {step:.3} ms, {items} items");
         }
     }
+}
+
+/// Milliseconds of a plan and of its step, the shortest of some, and the number of items.
+fn planning_times(
+    sequences: usize,
+    tokens: usize,
+    plan: impl Fn(Vec<SpanView<'_>>) -> (AttendPlan, Duration, bool),
+) -> [f64; 3] {
+    let limits = KernelLimits { workgroup_memory: 48 << 10, binding_bytes: 2 << 30, ..capabilities().limits };
+    let pages: Vec<Page> = (0..tokens as u32 / 128).map(|index| Page { shard: 0, index }).collect();
+    let span = |sequence| SpanView { sequence, start: 0, tokens, gathered: None, pages: &pages, range_slot: 0 };
+    let mut least = [f64::MAX; 3];
+    for _ in 0..20 {
+        let (plan, planned, matrices) = plan((0..sequences).map(span).collect());
+        let capabilities = Capabilities { matrices, limits, ..capabilities() };
+        let begun = Instant::now();
+        let step = AttendStep::new(&capabilities, &plan, ElementType::F16, AttendOptions::default()).unwrap();
+        let items = step.work().segments()[0].items().len() as f64;
+        for (least, time) in least.iter_mut().zip([planned, begun.elapsed()]) {
+            *least = least.min(time.as_secs_f64() * 1e3);
+        }
+        least[2] = items;
+    }
+    least
 }

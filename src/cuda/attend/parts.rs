@@ -7,7 +7,7 @@ use super::run_variant::{DRAFT_ROWS, RunVariant, block_rows};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, StorePart, Visible, blocks};
+use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, Spread, StorePart, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
 const MOST_HEADS: usize = 8;
@@ -49,7 +49,7 @@ const fn is_draft(shape: &AttentionShape, queries: usize) -> bool {
 /// `least` rows, and the others in those of `attend`.
 pub(super) fn query_blocks(plan: &AttendPlan, least: Option<usize>) -> Vec<Block> {
     let shape = plan.shape();
-    let few = || blocks(plan, BlockQueries { most: few_queries(shape), least: 1, least_limited: usize::MAX });
+    let few = || blocks(plan, BlockQueries::up_to(few_queries(shape)));
     let Some(least) = least else { return few() };
     let takes_many = |run: &PlannedRun| are_many(shape, run.run.queries, least) && run.moves_evenly();
     if !plan.runs().iter().any(takes_many) {
@@ -209,7 +209,8 @@ fn whole_part(index: usize, block: &Block, run: &PlannedRun, span: &PlannedSpan)
     let (first, queries) = (block.first, block.queries);
     let seen = run.seen_between(first, first + queries - 1, span);
     let tokens = seen.from / TILE_TOKENS * TILE_TOKENS..seen.to;
-    (!seen.is_empty()).then_some(Part { block: index, first, queries, tokens, masked: false, later: 0 })
+    let spread = Spread::Whole;
+    (!seen.is_empty()).then_some(Part { block: index, first, queries, spread, tokens, masked: false, later: 0 })
 }
 
 #[cfg(test)]
@@ -239,6 +240,43 @@ mod tests {
             TokenMask::Tree => {
                 let bit = (token - item.seen) as usize;
                 token < item.seen || item.tree[bit / 32] >> (bit % 32) & 1 == 1
+            }
+        }
+    }
+
+    /// What the host pays for planning a prompt: `cargo test --features cuda --lib -- --ignored --nocapture planning`.
+    #[test]
+    #[ignore = "prints times"]
+    fn planning_of_prompts() {
+        let heads = |head_dim| AttentionShape::new(32, 8, head_dim).unwrap();
+        let packed = SegmentFormat::per_channel(Bits::Four);
+        let calibration = crate::Calibration::new(0.0, 3.0).ok();
+        let window = Visible::Window { left: 1023 };
+        let cases = [
+            ("f16", heads(128), SegmentFormat::F16, None, Visible::Causal),
+            ("4 bits", heads(128), packed, None, Visible::Causal),
+            ("4 bits, 256 channels", heads(256), packed, None, Visible::Causal),
+            ("4 bits, 256 channels, window", heads(256), packed, None, window),
+            ("calibrated", heads(128), packed, calibration, Visible::Causal),
+        ];
+        for (sequences, tokens) in [(1, 16_384), (4, 4096), (16, 1024)] {
+            let pages: Vec<Page> = (0..tokens as u32 / 128).map(|index| Page { shard: 0, index }).collect();
+            for (name, shape, format, calibration, visible) in &cases {
+                let span =
+                    |sequence| SpanView { sequence, start: 0, tokens, gathered: None, pages: &pages, range_slot: 0 };
+                let spans = (0..sequences).map(span).collect();
+                let store = StoreView { format: *format, calibration: *calibration, spans };
+                let runs: Vec<QueryRun> =
+                    (0..sequences).map(|sequence| QueryRun::new(sequence, tokens, visible.clone())).collect();
+                let plan = AttendPlan::new(*shape, &runs, &[store]).unwrap();
+                let mut least = (f64::MAX, 0);
+                for _ in 0..20 {
+                    let begun = std::time::Instant::now();
+                    let step = AttendStep::for_device(&H200, &plan).unwrap();
+                    let items = step.segments().iter().map(PlannedLaunch::item_count).sum();
+                    least = (least.0.min(begun.elapsed().as_secs_f64() * 1e3), items);
+                }
+                println!("{sequences} × {tokens} {name}: {:.3} ms, {} items", least.0, least.1);
             }
         }
     }

@@ -52,7 +52,7 @@ impl Specialisation<'_> {
     /// What becomes of scores before the softmax.
     fn logits(&self) -> Logits {
         let soft_cap = self.scoring.soft_cap.map(|cap| cap * std::f32::consts::LOG2_E);
-        Logits { soft_cap, masked: self.scoring.masked }
+        Logits { soft_cap, mask: self.scoring.mask }
     }
 
     /// The unfused scores of packed keys.
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use crate::backend::QueryBytes;
     use crate::format::{AffineFormat, AttentionShape, HEAD_DIMS, Rotation, SegmentFormat};
-    use crate::plan::{AttendPlan, Page, QueryRun, SpanView, Split, StoreView};
+    use crate::plan::{AttendPlan, ItemMask, Page, QueryRun, SpanView, Split, StoreView};
     use crate::wgpu::device::{Capabilities, KernelLimits, SubgroupSizes, Timestamps, Variant};
 
     fn capabilities(f16: bool, subgroups: bool, workgroup_memory: u32) -> Capabilities {
@@ -247,7 +247,7 @@ mod tests {
                 let query = [QueryBytes::Two, QueryBytes::One][i / 2 % 2];
                 let scoring = ItemScoring {
                     soft_cap: (i % 2 == 1).then_some(30.0),
-                    masked: i % 3 == 1,
+                    mask: [ItemMask::None, ItemMask::Bits, ItemMask::Start][i % 3],
                     ..ItemScoring::plain(shape)
                 };
                 let special =

@@ -24,7 +24,7 @@ pub struct AttendTensors<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct PlannedLaunch {
     pub variant: Variant,
-    pub workgroups: [u32; 2],
+    pub workgroups: [u32; 3],
     pub buffers: Buffers,
 }
 

@@ -8,7 +8,7 @@ use super::scratch::{Layout, ScratchSection};
 use super::specialisation::{ItemScoring, Specialisation};
 use crate::backend::AttendOptions;
 use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, PlannedRun, StorePart, StoreWork, Work};
+use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, ItemMask, PlannedRun, StorePart, StoreWork, Work};
 use crate::wgpu::device::capabilities::MERGING_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
@@ -26,7 +26,7 @@ pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, opti
             query: options.query.bytes(segment.format()),
             capabilities,
             may_use_matrices: false,
-            scoring: ItemScoring::new(plan.scoring(), plan.shape(), false),
+            scoring: ItemScoring::new(plan.scoring(), plan.shape(), ItemMask::None),
             queries: 1,
         })
         .collect();
@@ -42,14 +42,18 @@ pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, opti
         Some([most, least]) if longest >= least => {
             // Smaller blocks may be left to `attend`.
             let of_attend = specials.iter().map(Specialisation::most_queries).max().unwrap_or(1);
-            BlockQueries { most, least, least_limited: of_attend + 1 }
+            BlockQueries { least, least_limited: of_attend + 1, ..BlockQueries::up_to(most) }
         }
         _ => {
             let most = specials.iter().map(Specialisation::most_queries).min().unwrap_or(1);
-            BlockQueries { most: most.min(longest), least: 1, least_limited: usize::MAX }
+            BlockQueries { least_spread: LEAST_SPREAD, ..BlockQueries::up_to(most.min(longest)) }
         }
     }
 }
+
+/// Fewest queries of a run that workgroups take one by one, or a few at a time, from one item for many queries. Shorter
+/// ones have few items anyway, and share a launch with the queries of other sequences.
+pub(in crate::wgpu) const LEAST_SPREAD: usize = 32;
 
 /// The sections of one segment.
 struct SegmentSections {
@@ -125,7 +129,7 @@ impl Builder<'_> {
         };
         launches.push(PlannedLaunch {
             variant: merge_states(shape, self.options.output, self.lse, merged, sinks.is_some()),
-            workgroups: [self.work.rows().len() as u32, (shape.query_heads() / merged.heads(shape)) as u32],
+            workgroups: [self.work.rows().len() as u32, (shape.query_heads() / merged.heads(shape)) as u32, 1],
             buffers,
         });
         launches
@@ -190,11 +194,11 @@ impl Builder<'_> {
 
     /// The kernels of a segment for items of one query that are not masked.
     fn single<'s>(&'s self, segment: &'s StoreWork) -> Specialisation<'s> {
-        self.specialisation(segment, 1, false)
+        self.specialisation(segment, 1, ItemMask::None)
     }
 
     /// The kernels of a segment for items of up to `queries` queries.
-    fn specialisation<'s>(&'s self, segment: &'s StoreWork, queries: usize, masked: bool) -> Specialisation<'s> {
+    fn specialisation<'s>(&'s self, segment: &'s StoreWork, queries: usize, mask: ItemMask) -> Specialisation<'s> {
         Specialisation {
             shape: self.work.shape(),
             format: segment.format(),
@@ -203,14 +207,14 @@ impl Builder<'_> {
             may_use_matrices: segment.calibration().is_none()
                 && self.work.block_queries() == 1
                 && self.work.most_states() > MOST_MERGED_STATES,
-            scoring: ItemScoring::new(self.work.scoring(), self.work.shape(), masked),
+            scoring: ItemScoring::new(self.work.scoring(), self.work.shape(), mask),
             queries,
         }
     }
 
     /// Whether the items of a dispatch are those of `attend_run`.
     fn takes_run(&self, segment: &StoreWork, dispatch: &Dispatch) -> bool {
-        self.specialisation(segment, dispatch.most_queries, dispatch.masked).run_rows().is_some()
+        self.specialisation(segment, dispatch.most_queries, dispatch.mask).run_rows().is_some()
     }
 
     fn prepare_run_query(&self, segment: &StoreWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
@@ -227,7 +231,7 @@ impl Builder<'_> {
         let special = self.single(segment);
         Some(PlannedLaunch {
             variant: special.prepare_run_query(self.input),
-            workgroups: [segment.queries().len() as u32, special.prepared_workgroups() as u32],
+            workgroups: [segment.queries().len() as u32, special.prepared_workgroups() as u32, 1],
             buffers,
         })
     }
@@ -252,6 +256,7 @@ impl Builder<'_> {
             workgroups: [
                 segment.queries().len() as u32,
                 (self.work.shape().query_heads() * special.query_parts()) as u32,
+                1,
             ],
             buffers,
         }
@@ -313,11 +318,19 @@ impl Builder<'_> {
         let dispatches = segment.dispatches().iter().zip(&sections.items);
         dispatches
             .map(|(dispatch, &items)| {
-                let special = self.specialisation(segment, dispatch.most_queries, dispatch.masked);
+                let special = self.specialisation(segment, dispatch.most_queries, dispatch.mask);
                 let rows = (self.work.shape().kv_heads() * special.head_split().chunks) as u32;
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
                 let (variant, buffers) = launch(dispatch, special, work);
-                PlannedLaunch { variant, workgroups: [rows, dispatch.items as u32], buffers }
+                let items = dispatch.items as u32;
+                match dispatch.workgroups {
+                    None => PlannedLaunch { variant, workgroups: [rows, items, 1], buffers },
+                    // What reads the same tokens starts together.
+                    Some(of_item) => {
+                        let variant = variant.import("item_of", "attend/item_of/spread.wgsl");
+                        PlannedLaunch { variant, workgroups: [rows, of_item as u32, items], buffers }
+                    }
+                }
             })
             .collect()
     }

@@ -233,7 +233,7 @@ impl AttendStep {
 
     /// Workgroups of the launches, in order.
     pub(in crate::wgpu) fn grids(&self) -> impl Iterator<Item = [u32; 3]> + '_ {
-        self.launches.iter().map(|launch| [launch.workgroups[0], launch.workgroups[1], 1])
+        self.launches.iter().map(|launch| launch.workgroups)
     }
 
     fn bind_checked(
@@ -257,8 +257,7 @@ impl AttendStep {
                         Ok((name, buffers.binding(slot)?))
                     })
                     .collect::<Result<Vec<_>>>()?;
-                let [x, y] = launch.workgroups;
-                Launch::new(kernels, &launch.variant, &bindings, [x, y, 1])
+                Launch::new(kernels, &launch.variant, &bindings, launch.workgroups)
             })
             .collect::<Result<_>>()?;
         // On a lost device wgpu creates unusable bind groups without an error.

@@ -22,6 +22,7 @@ mod uncentre_lse;
 
 pub(super) use arithmetic::arithmetic;
 pub use attend_buffers::AttendTensors;
+pub(super) use attend_launches::LEAST_SPREAD;
 pub(super) use attend_run::full_runs;
 pub use attend_step::AttendStep;
 pub use merge_pair::MergePairPlan;

@@ -6,7 +6,7 @@ use super::recipe::{
     Values, Work,
 };
 use crate::format::{Bits, Direction};
-use crate::plan::ElementType;
+use crate::plan::{ElementType, ItemMask};
 use crate::wgpu::device::Variant;
 use crate::wgpu::pack::hadamard::{DirectedRotation, with_turn};
 
@@ -70,14 +70,14 @@ impl Work {
 
 impl Logits {
     fn put(self, variant: Variant) -> Variant {
-        let Self { soft_cap, masked } = self;
-        if soft_cap.is_none() && !masked {
+        let Self { soft_cap, mask } = self;
+        if soft_cap.is_none() && mask == ItemMask::None {
             return variant;
         }
         variant
             .import("logits", "attend/logits/bent.wgsl")
             .constant("CAPPED", soft_cap.is_some().into())
-            .constant("MASKED", masked.into())
+            .constant("MASKED", mask as usize)
             .float("SOFT_CAP", soft_cap.unwrap_or(1.0))
     }
 }

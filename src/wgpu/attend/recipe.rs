@@ -4,7 +4,7 @@
 //! [`Specialisation`]: super::specialisation::Specialisation
 
 use crate::format::{Bits, Rotation};
-use crate::plan::ElementType;
+use crate::plan::{ElementType, ItemMask};
 
 /// A kernel that attends to a segment, or half of it where scores are calibrated in between.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,8 +47,8 @@ pub(crate) struct Work {
 pub(crate) struct Logits {
     /// The soft cap, in units of log2.
     pub soft_cap: Option<f32>,
-    /// Whether the items are masked.
-    pub masked: bool,
+    /// Which tokens of the items are hidden.
+    pub mask: ItemMask,
 }
 
 /// How the query heads of a KV head are spread over workgroups.

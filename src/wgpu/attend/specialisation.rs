@@ -4,7 +4,7 @@ use super::code_bytes::CodeBytes;
 use super::recipe::{ChannelSplit, Exchange, GivenQuery, HeadSplit, QueryFields, Work};
 use crate::backend::QueryBytes;
 use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat, TileLayout};
-use crate::plan::{ElementType, Scoring};
+use crate::plan::{ElementType, ItemMask, Scoring};
 use crate::wgpu::device::Capabilities;
 
 /// The inputs that choose the attend variant of one segment.
@@ -31,23 +31,23 @@ pub(super) struct ItemScoring {
     pub scale: f32,
     /// Largest magnitude of a score, in natural units.
     pub soft_cap: Option<f32>,
-    /// Whether tokens of the items are hidden from their queries.
-    pub masked: bool,
+    /// Which tokens of the items are hidden from their queries.
+    pub mask: ItemMask,
 }
 
 impl ItemScoring {
-    pub fn new(scoring: &Scoring, shape: &AttentionShape, masked: bool) -> Self {
-        Self { scale: scoring.log2_scale(shape), soft_cap: scoring.soft_cap(), masked }
+    pub fn new(scoring: &Scoring, shape: &AttentionShape, mask: ItemMask) -> Self {
+        Self { scale: scoring.log2_scale(shape), soft_cap: scoring.soft_cap(), mask }
     }
 
     /// That of a shape that says nothing else.
     pub fn plain(shape: &AttentionShape) -> Self {
-        Self::new(&Scoring::of(shape), shape, false)
+        Self::new(&Scoring::of(shape), shape, ItemMask::None)
     }
 
     /// True where the kernels that neither bend nor hide scores serve.
     pub fn is_plain(&self) -> bool {
-        self.soft_cap.is_none() && !self.masked
+        self.soft_cap.is_none() && self.mask == ItemMask::None
     }
 }
 

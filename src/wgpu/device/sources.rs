@@ -47,6 +47,8 @@ files![
     "attend/input/slot.wgsl",
     "attend/input_rows/slot.wgsl",
     "attend/input_rows/strided.wgsl",
+    "attend/item_of/slot.wgsl",
+    "attend/item_of/spread.wgsl",
     "attend/join_states.wgsl",
     "attend/key_bytes/levels.wgsl",
     "attend/key_bytes/slot.wgsl",

@@ -45,7 +45,7 @@ fn number(numbering: Numbering) -> u32 {
 // A work item: a run of tiles of one span and some neighbouring queries, for one KV head and HEADS of the query heads
 // that share it: all those of up to QUERIES queries, or, where QUERIES is 1, a chunk of one query's.
 //
-// Workgroup (y, x): item x, KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
+// Workgroup (y, x): item x (unless the slot `item_of` says otherwise), KV head y / CHUNKS, heads (y % CHUNKS) * HEADS onwards of its group. What reads the same
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
@@ -56,9 +56,9 @@ fn number(numbering: Numbering) -> u32 {
 // leads out of bounds.
 //
 // needs: pages
-// gives: WorkItem, page_table, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS, QUERY_HEADS,
-//   GROUP, HEADS, CHUNKS, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item, read_tile_base, keep_tile_base,
-//   query_head, query_of, head_exists, input_row, prepared_row, set_scores_lowest
+// gives: WorkItem, items, page_table, TILE_TOKENS, INVOCATIONS, STEP_TILES, LANE_TOKENS, HEAD_DIM, KV_HEADS,
+//   QUERY_HEADS, GROUP, QUERIES, HEADS, CHUNKS, MAX_TILES, LOG2_E, LN_2, LOWEST, tile_bases, token_scores, read_item,
+//   read_tile_base, keep_tile_base, query_head, query_of, head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
@@ -76,10 +76,14 @@ struct WorkItem {
     states: u32,
     queries: u32,
     stride: u32,
-    // First tile of its stored scores; of a masked item, where its bits begin in the page table.
+    // First tile of its stored scores; of a masked item, where its bits begin in the page table, or the tokens at its
+    // beginning that are hidden.
     scores: u32,
-    // Tokens at its end that the first query does not see; each further one sees one more. Read by `attend_run`.
+    // Tokens at its end that the first query does not see; each further one sees one more. Read by `attend_run`, and
+    // where workgroups take the queries of an item one by one.
     later: u32,
+    // From `scores` of a query to that of the next.
+    score_stride: u32,
 }
 
 @group(0) @binding(0) var<storage, read> items: array<WorkItem>;
@@ -120,6 +124,23 @@ fn read_item(index: u32) -> WorkItem {
     item.queries = clamp(item.queries, 1u, QUERIES);
     return item;
 }
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of/slot.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
@@ -836,5 +857,8 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 
 @compute @workgroup_size(128)
 fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    attend_item(read_item(group.y), group.x, number(numbering));
+    if (!has_item(group)) {
+        return;
+    }
+    attend_item(item_of(group), group.x, number(numbering));
 }
