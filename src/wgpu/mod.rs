@@ -39,7 +39,6 @@ pub mod measure;
 mod model_step;
 mod pack;
 mod select;
-mod table_slots;
 
 pub use attend::{AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan};
 pub use backend::Wgpu;

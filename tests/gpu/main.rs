@@ -16,6 +16,7 @@ mod mixture;
 mod model_step;
 mod non_finite_queries;
 mod not_submitted;
+mod parts_of_a_step;
 mod prompt_parts;
 mod query_runs;
 mod round_trips;

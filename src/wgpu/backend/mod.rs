@@ -151,7 +151,7 @@ impl Wgpu {
         let bytes = ScratchBytes { tables: 0, ..bytes };
         let larger = match kept.upgrade() {
             Some(scratch) if scratch.holds(bytes) => return Ok(scratch),
-            Some(scratch) => scratch.grown_to(bytes),
+            Some(scratch) => scratch.bytes().or(bytes),
             None => bytes,
         };
         let scratch = Arc::new(Scratch::new_now(self.device(), larger)?);
