@@ -24,5 +24,6 @@ mod select;
 mod serving;
 mod step_states;
 mod steps_ahead;
+mod swap_out;
 #[cfg(target_os = "linux")]
 mod validation;
