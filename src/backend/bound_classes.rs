@@ -19,6 +19,11 @@ impl<T> BoundClasses<T> {
         self.kept.last()
     }
 
+    /// The class in use, to change it.
+    pub(crate) fn newest_mut(&mut self) -> Option<&mut T> {
+        self.kept.last_mut()
+    }
+
     /// The classes, the most recently used first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.kept.iter().rev()

@@ -97,8 +97,8 @@ pub trait Storage: Device {
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn read_spans(&self, places: &[(&Self::Store, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>>;
 
-    /// Begins to read the contents of places: queues copies behind all submitted work, and waits for nothing. Later work
-    /// does not change what is read.
+    /// Begins to read the contents of places: queues copies behind all submitted work, and waits for nothing. Later
+    /// work does not change what is read.
     ///
     /// # Errors
     /// As [`Storage::read_spans`].

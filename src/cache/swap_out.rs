@@ -9,8 +9,8 @@ use super::{ModelCache, SwappedSequence};
 use crate::backend::Backend;
 use crate::{Error, Result};
 
-/// A sequence on its way to the host, begun by [`ModelCache::begin_swap_out`]. Where it is dropped, the sequence stays in
-/// the cache, and nothing has changed.
+/// A sequence on its way to the host, begun by [`ModelCache::begin_swap_out`]. Where it is dropped, the sequence stays
+/// in the cache, and nothing has changed.
 pub struct SwapOut<B: Backend> {
     backend: B,
     sequence: usize,
@@ -28,8 +28,8 @@ impl<B: Backend> SwapOut<B> {
         self.sequence
     }
 
-    /// Whether its contents are on the host, so that [`ModelCache::finish_swap_out`] waits for nothing. Asks the device,
-    /// and waits for nothing itself.
+    /// Whether its contents are on the host, so that [`ModelCache::finish_swap_out`] waits for nothing. Asks the
+    /// device, and waits for nothing itself.
     ///
     /// # Errors
     /// [`Error::DeviceLost`].

@@ -30,13 +30,13 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// [`ModelStep::write`] takes the open step of a cache, with all its parts, and queues two small tables for every part.
 /// A step has one part where layers share their page tables, and as many as layers once they hold different numbers of
 /// tokens ([`ModelCache::open_steps`](crate::cache::ModelCache::open_steps)); layers of different shapes need a
-/// `ModelStep` each. Its result launches every layer between the engine's own kernels. Launches read their work from the tables, so a graph that
-/// captured them all can be replayed while sequences grow. Kernels, scratch and tables last from step to step. They are
-/// rebuilt when a store has grown or lengths have left their size class; classes are up to an eighth apart.
-/// [`WrittenStep::bound_anew`] tells whether anything was rebuilt, and then the graph must be captured again. A step in
-/// which a sequence of a centred recipe begins has a class of its own: it has one extra launch per store and layer,
-/// which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds the graph of its
-/// decode steps again.
+/// `ModelStep` each. Its result launches every layer between the engine's own kernels. Launches read their work from
+/// the tables, so a graph that captured them all can be replayed while sequences grow. Kernels, scratch and tables last
+/// from step to step. They are rebuilt when a store has grown or lengths have left their size class; classes are up to
+/// an eighth apart. [`WrittenStep::bound_anew`] tells whether anything was rebuilt, and then the graph must be captured
+/// again. A step in which a sequence of a centred recipe begins has a class of its own: it has one extra launch per
+/// store and layer, which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds
+/// the graph of its decode steps again.
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -93,8 +93,8 @@ pub struct ModelStep {
 /// Number of classes of steps whose numbers are remembered.
 const KNOWN_STEPS: usize = 64;
 
-/// The resources that all steps of one class use in a part. Scratch memory and the memory of the step's table are shared
-/// with other classes, and scratch memory with other parts.
+/// The resources that all steps of one class use in a part. Scratch memory and the memory of the step's table are
+/// shared with other classes, and scratch memory with other parts.
 #[derive(Debug)]
 struct Bound {
     class: u64,

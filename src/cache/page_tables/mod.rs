@@ -98,6 +98,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let needed = self.room_for_append(runs, tokens)?;
         self.check_room(&needed)?;
         let mut change = Change::new(&self.recipe);
+        change.undo.reserve(runs.len());
         let mut row = 0;
         for run in runs {
             self.release_behind_window(&mut change, run.sequence());

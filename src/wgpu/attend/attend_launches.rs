@@ -94,6 +94,18 @@ struct SegmentSections {
     scores: Option<(ScratchSection, ScratchSection)>,
 }
 
+impl Decisions {
+    /// Writes the items of work with these decisions to their place in the tables.
+    pub(super) fn write_items(&self, work: &Work, tables: &mut [u8]) {
+        for (of, segment) in self.segments.iter().zip(work.segments()) {
+            for (section, dispatch) in of.sections.items.iter().zip(segment.dispatches()) {
+                let items = bytemuck::cast_slice::<_, u8>(segment.items_of(dispatch));
+                tables[section.offset as usize..][..items.len()].copy_from_slice(items);
+            }
+        }
+    }
+}
+
 /// The place of states, and what merges them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct StateMerging {

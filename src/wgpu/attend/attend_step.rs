@@ -37,6 +37,8 @@ pub struct AttendStep {
     query_rows: QueryLayout,
     output_rows: QueryLayout,
     lse: LseOutput,
+    /// What the work was cut from. None in a step that cannot grow.
+    plan: Option<AttendPlan>,
     options: StepOptions,
     decisions: Decisions,
     launches: Arc<[PlannedLaunch]>,
@@ -167,6 +169,7 @@ impl AttendStep {
             query_rows,
             output_rows,
             lse,
+            plan: (room != Sizing::Exact).then(|| plan.clone()),
             options,
             decisions,
             launches,
@@ -176,6 +179,21 @@ impl AttendStep {
         };
         step.check_limits(capabilities)?;
         Ok(step)
+    }
+
+    /// Makes this the step of another plan, if that differs from its own by a few tokens of sequences that decode,
+    /// within their pages. Otherwise returns false, and only its launches are of use any more. Takes next to no memory.
+    pub(in crate::wgpu) fn grow(&mut self, plan: &AttendPlan, options: StepOptions) -> bool {
+        let Self { plan: Some(own), work, decisions, tables, .. } = self else { return false };
+        if self.options != options || !own.grows_to(plan) {
+            return false;
+        }
+        if !work.grow(own, plan) {
+            self.plan = None; // it is no longer what the work was cut from
+            return false;
+        }
+        decisions.write_items(work, tables);
+        true
     }
 
     /// The same step for queries with this layout, instead of contiguous rows. Every stride, and every offset of the

@@ -30,14 +30,14 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 ///
 /// [`ModelStep::write`] takes the open step of a cache, with all its parts, and writes their tables to the device at
 /// once. Its result encodes every layer into the engine's pass, between the engine's own kernels. Encoding does not
-/// submit, wait, map or allocate. Kernels, scratch and bind groups last from step to step. They are rebuilt when a store
-/// has grown or lengths have left their size class; classes are up to a quarter apart. The classes of eight batches are
-/// kept. [`WrittenStep::bound_anew`] tells whether anything was rebuilt.
+/// submit, wait, map or allocate. Kernels, scratch and bind groups last from step to step. They are rebuilt when a
+/// store has grown or lengths have left their size class; classes are up to a quarter apart. The classes of eight
+/// batches are kept. [`WrittenStep::bound_anew`] tells whether anything was rebuilt.
 ///
 /// A step has one part where layers share their page tables, and as many as layers once they hold different numbers of
 /// tokens ([`ModelCache::open_steps`](crate::cache::ModelCache::open_steps)). One `ModelStep` serves all parts, however
-/// they change from step to step: tables lie in one buffer, and scratch is shared, since layers run one after the other.
-/// Layers of different shapes need a `ModelStep` each, since `rows` belongs to a shape.
+/// they change from step to step: tables lie in one buffer, and scratch is shared, since layers run one after the
+/// other. Layers of different shapes need a `ModelStep` each, since `rows` belongs to a shape.
 ///
 /// An engine may write and encode further steps before it submits the first: tables of a step stay where they are until
 /// the device has finished the commands that read them, or these were dropped. Two steps may be under way before the
@@ -203,11 +203,15 @@ impl ModelStep {
     pub fn write<'a>(&'a mut self, parts: &[OpenStep<'a, Store, NonFiniteFlags>]) -> Result<WrittenStep<'a>> {
         let layers = StepLayers::of(parts, self.layers.len())?;
         let by_part = layers.by_part(parts.len());
-        let plans = parts.iter().zip(&by_part).map(|(part, layers)| self.plan(part, layers, parts.len()));
-        let plans = plans.collect::<Result<Vec<_>>>()?;
-        let (slot, regions) = self.provide(parts, &plans)?;
+        let mut plans = Vec::with_capacity(parts.len());
+        for (at, (part, layers)) in parts.iter().zip(&by_part).enumerate() {
+            let grows = self.grow(part, layers[0], (at, parts.len()))?;
+            plans.push(if grows { None } else { Some(self.plan(part, layers, parts.len())?) });
+        }
+        let (slot, regions) = self.provide(parts, &by_part, &mut plans)?;
         let mut bound_anew = false;
         for (at, ((part, layers), plan)) in parts.iter().zip(&by_part).zip(plans).enumerate() {
+            let Some(plan) = plan else { continue };
             let first = regions.first(at);
             let kept = self.bound[layers[0]].take(|bound| bound.serves(part, &plan, first));
             bound_anew |= kept.is_none();
@@ -233,6 +237,25 @@ impl ModelStep {
         };
         let parts = parts.iter().zip(&by_part).zip(&steps.staged).filter_map(written).collect();
         Ok(WrittenStep { steps, parts, layers, slot, bound_anew })
+    }
+
+    /// Whether the class that served the part with this first layer last serves its next step, too.
+    fn grow(
+        &mut self,
+        part: &OpenStep<'_, Store, NonFiniteFlags>,
+        first_layer: usize,
+        (at, parts): (usize, usize),
+    ) -> Result<bool> {
+        let (options, first) = (self.options(part.query, parts), self.tables.regions(parts).first(at));
+        let Some(bound) = self.bound[first_layer].newest_mut() else { return Ok(false) };
+        if !bound.grow(part, options, first) {
+            return Ok(false);
+        }
+        let tables = bound.plan().tables();
+        let planned = || AttendStep::with_room(self.backend.capabilities(), part.plan, options, std::iter::empty());
+        debug_assert!(planned().is_ok_and(|planned| planned.tables() == tables), "the step is not as it is planned");
+        part.check(&self.rows)?;
+        Ok(true)
     }
 
     /// Plans a part of a step, whose layers are these of all.
@@ -262,26 +285,36 @@ impl ModelStep {
         }
     }
 
-    /// Room for a step: a slot for its tables, with a region for every part, and the memory that parts share. Where that
-    /// is other memory than before, what is bound goes.
+    /// Room for a step: a slot for its tables, with a region for every part, and the memory that parts share. Where
+    /// that is other memory than before, what is bound goes, and is planned for all parts. A part without a plan has
+    /// one that is bound.
     fn provide(
         &mut self,
         parts: &[OpenStep<'_, Store, NonFiniteFlags>],
-        plans: &[AttendStep],
+        by_part: &[Vec<usize>],
+        plans: &mut [Option<AttendStep>],
     ) -> Result<(usize, Regions)> {
-        let needed = plans.iter().fold(ScratchBytes::default(), |all, plan| all.or(plan.scratch()));
+        let bound = |layers: &Vec<usize>| self.bound[layers[0]].newest().map(BoundPart::plan);
+        let scratch_of = |(plan, layers): (&Option<AttendStep>, &Vec<usize>)| {
+            plan.as_ref().or_else(|| bound(layers)).map_or_else(ScratchBytes::default, AttendStep::scratch)
+        };
+        let scratch: Vec<ScratchBytes> = plans.iter().zip(by_part).map(scratch_of).collect();
+        let needed = scratch.iter().fold(ScratchBytes::default(), |all, &of| all.or(of));
         let needed = ScratchBytes { tables: 0, ..needed };
         let rotated = parts.iter().map(|part| rotated_window_bytes(part.table.layout())).max().unwrap_or(0);
         let alignment = self.backend.capabilities().limits.binding_alignment;
-        let region = |(part, plan): (&OpenStep<'_, Store, NonFiniteFlags>, &AttendStep)| {
-            attend_tables_at(part.table.layout(), alignment) + plan.scratch().tables
+        let region = |(part, scratch): (&OpenStep<'_, Store, NonFiniteFlags>, &ScratchBytes)| {
+            attend_tables_at(part.table.layout(), alignment) + scratch.tables
         };
-        let region = parts.iter().zip(plans).map(region).max().unwrap_or(0);
+        let region = parts.iter().zip(&scratch).map(region).max().unwrap_or(0);
         let slot = self.tables.free_slot()?;
         let has_scratch = self.shared.scratch.as_ref().is_some_and(|scratch| scratch.holds(needed));
         let has_rotated = self.shared.rotated.as_ref().map_or(0, wgpu::Buffer::size) >= rotated;
         let has_tables = self.tables.have_room(parts.len(), region);
         if !(has_scratch && has_rotated && has_tables) {
+            for (plan, layers) in plans.iter_mut().zip(by_part).filter(|(plan, _)| plan.is_none()) {
+                *plan = self.bound[layers[0]].take(|_| true).map(BoundPart::into_plan);
+            }
             self.drop_bound();
         }
         let device = self.backend.device();

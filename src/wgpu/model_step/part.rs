@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{LayerTensors, ModelStep};
 use crate::backend::{OpenStep, WriteInput, of_layer};
 use crate::plan::{WriteLayout, WriteTable};
-use crate::wgpu::attend::{AttendStep, Scratch};
+use crate::wgpu::attend::{AttendStep, Scratch, StepOptions};
 use crate::wgpu::device::{Launches, Store};
 use crate::wgpu::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory, table_bytes};
 use crate::{Error, Result};
@@ -40,6 +40,17 @@ impl BoundPart {
         self.first == first && self.is_over(part) && plan.is_bound_like(&self.plan)
     }
 
+    /// Serves the next step of a part by what it is bound to, if that differs from its own by a few tokens alone. If
+    /// not, its own step is of no use any more: false, where the part has to be planned.
+    pub(super) fn grow(
+        &mut self,
+        part: &OpenStep<'_, Store, NonFiniteFlags>,
+        options: StepOptions,
+        first: u64,
+    ) -> bool {
+        self.first == first && self.is_over(part) && self.plan.grow(part.plan, options)
+    }
+
     /// The same for another step of the class.
     pub(super) fn with_plan(self, plan: AttendStep) -> Self {
         Self { plan, ..self }
@@ -47,6 +58,10 @@ impl BoundPart {
 
     pub(super) fn plan(&self) -> &AttendStep {
         &self.plan
+    }
+
+    pub(super) fn into_plan(self) -> AttendStep {
+        self.plan
     }
 
     /// The indices of its layers in their model.
