@@ -53,7 +53,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
             tensor.write(stream, rows.as_slice().into())?;
         }
         cache.begin_append(&runs)?;
-        let step = steps.write(&cache.open_steps()?[0])?;
+        let step = steps.write(&cache.open_steps()?)?;
         if step.bound_anew() || graph.is_none() {
             stream.begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
             for layer in 0..LAYERS {

@@ -63,7 +63,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
     // Every step.
     for token in 0..DECODED {
         cache.begin_append(&[TokenRun::decode(0)])?;
-        let step = steps.write(&cache.open_steps()?[0])?;
+        let step = steps.write(&cache.open_steps()?)?;
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         for (layer, tensors) in tensors.iter().enumerate() {

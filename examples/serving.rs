@@ -63,8 +63,8 @@ struct Server {
     policy: Policy,
     /// What the model's kernels write and read, layer by layer.
     tensors: Vec<LayerTensors>,
-    /// The steps of the layers that share their page tables: of all, until a prompt is compressed.
-    steps: Vec<(Vec<usize>, ModelStep)>,
+    /// The steps of all layers.
+    steps: ModelStep,
     running: Vec<Running>,
     waiting: VecDeque<Waiting>,
     /// Nobody is admitted between a preemption and the end of a request.
@@ -115,14 +115,18 @@ impl Server {
         let parts = StoreRoom { pages: SLOTS, spans: SLOTS };
         cache.reserve(&[parts, StoreRoom { pages: PAGES, spans: SLOTS }]).await?;
         let tensors = |_| LayerTensors::zeroed(backend.device(), &shape, ROWS, ElementType::F32);
-        let tensors = (0..LAYERS).map(tensors).collect::<Result<_, _>>()?;
+        let tensors = (0..LAYERS).map(tensors).collect::<Result<Vec<_>, _>>()?;
+        let steps = ModelStep::new(&backend, RowLayout::token_major(ROWS, &shape), tensors.clone())?;
+        // Nothing is compiled while requests are served.
+        steps.prepare(&cache).await?;
+        steps.prepare_chunks(&cache, CHUNK).await?;
         Ok(Self {
             backend,
             cache,
             prefixes: PrefixCache::new(SLOTS..SLOTS + PREFIXES),
             policy: recipe.policy().cloned().ok_or("the recipe has a policy")?,
             tensors,
-            steps: Vec::new(),
+            steps,
             running: Vec::new(),
             waiting: VecDeque::new(),
             full: false,
@@ -236,11 +240,7 @@ impl Server {
     /// A step of all layers: begun on the host, encoded, submitted, committed.
     async fn step(&mut self, runs: &[Run]) -> Result<(), Box<dyn Error>> {
         self.cache.begin_append(&tokens_of(runs))?;
-        let encoded = match self.bind().await {
-            Ok(()) => self.encode(runs),
-            Err(error) => Err(error),
-        };
-        if let Err(error) = encoded {
+        if let Err(error) = self.encode(runs) {
             self.cache.abandon(); // no layer is ahead of the others, and the pages are free again
             return Err(error.into());
         }
@@ -251,42 +251,16 @@ impl Server {
         Ok(())
     }
 
-    /// Sees to it that there are steps for the layers that share their page tables, with all kernels that they need:
-    /// nothing is compiled while requests are served.
-    async fn bind(&mut self) -> Result<(), KvError> {
-        let open = self.cache.open_steps()?;
-        if open.iter().map(|part| part.layers).eq(self.steps.iter().map(|(layers, _)| &layers[..])) {
-            return Ok(());
-        }
-        self.steps.clear();
-        for part in &open {
-            let (first, tensors) = (part.layers[0], part.layers.iter().map(|&layer| self.tensors[layer].clone()));
-            let rows = RowLayout::token_major(ROWS, self.cache.shape(first)?);
-            let steps = ModelStep::new(&self.backend, rows, tensors.collect())?;
-            steps.prepare(&self.cache).await?;
-            steps.prepare_chunks(&self.cache, CHUNK).await?;
-            self.steps.push((part.layers.to_vec(), steps));
-        }
-        Ok(())
-    }
-
     /// All layers in one pass and one submission.
     fn encode(&mut self, runs: &[Run]) -> Result<(), KvError> {
         let open = self.cache.open_steps()?;
-        let parts = self.steps.iter_mut().zip(&open).map(|((_, steps), part)| steps.write(part));
-        let parts = parts.collect::<Result<Vec<_>, _>>()?;
-        let places = open
-            .iter()
-            .enumerate()
-            .flat_map(|(part, of)| of.layers.iter().enumerate().map(move |(place, layer)| (*layer, part, place)));
-        let mut places: Vec<(usize, usize, usize)> = places.collect();
-        places.sort_unstable();
+        let step = self.steps.write(&open)?;
         let mut encoder = self.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-        for (layer, part, place) in places {
+        for layer in 0..LAYERS {
             project(self.backend.queue(), &self.tensors[layer], layer, runs); // the model's kernels
-            parts[part].encode_store(place, &mut pass)?;
-            parts[part].encode_attend(place, &mut pass)?;
+            step.encode_store(layer, &mut pass)?;
+            step.encode_attend(layer, &mut pass)?;
         }
         drop(pass);
         self.backend.queue().submit([encoder.finish()]);

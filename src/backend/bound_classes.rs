@@ -14,6 +14,16 @@ impl<T> BoundClasses<T> {
         Self { kept: Vec::new(), most: if most == 0 { 1 } else { most } }
     }
 
+    /// The class in use.
+    pub(crate) fn newest(&self) -> Option<&T> {
+        self.kept.last()
+    }
+
+    /// The class in use, to change it.
+    pub(crate) fn newest_mut(&mut self) -> Option<&mut T> {
+        self.kept.last_mut()
+    }
+
     /// The classes, the most recently used first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.kept.iter().rev()

@@ -6,14 +6,68 @@ use super::OpenStep;
 use crate::plan::{ElementType, RowLayout, WriteLayout};
 use crate::{Error, Result};
 
-impl<S, F> OpenStep<'_, S, F> {
-    /// Checks that an engine's steps have this number of layers, and that the bound resources can serve the step: its
-    /// attention reads what the layout's stores have, and keys and values lie in tensors of `rows`.
-    pub(crate) fn check(&self, layers: usize, rows: &RowLayout) -> Result<&Arc<WriteLayout>> {
-        if self.layers.len() != layers || self.stores.len() != layers {
-            let reason = format!("{} layers, and tensors of {layers}", self.layers.len());
-            return Err(Error::Plan { what: "step of a model", reason });
+/// Where a layer of a step lies: its part, and its place there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LayerPlace {
+    pub(crate) part: usize,
+    pub(crate) place: usize,
+}
+
+/// The layers of all parts of a step, in the order of their indices in the model.
+#[derive(Clone, Debug)]
+pub(crate) struct StepLayers(Vec<LayerPlace>);
+
+impl StepLayers {
+    /// Checks that the parts have this number of layers together, each once.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(crate) fn of<S, F>(parts: &[OpenStep<'_, S, F>], layers: usize) -> Result<Self> {
+        let refuse = |reason: String| Err(Error::Plan { what: "step of a model", reason });
+        let found: usize = parts.iter().map(|part| part.layers.len()).sum();
+        if found != layers || parts.iter().any(|part| part.layers.is_empty() || part.stores.len() != part.layers.len())
+        {
+            let parts = parts.len();
+            return refuse(format!(
+                "{found} layers in {parts} parts, and tensors of {layers} layers; pass all parts of ModelCache::open_steps"
+            ));
         }
+        let of_part = |(part, of): (usize, &OpenStep<'_, S, F>)| {
+            let places = of.layers.iter().enumerate();
+            places.map(|(place, &number)| (number, LayerPlace { part, place })).collect::<Vec<_>>()
+        };
+        let mut sorted: Vec<(usize, LayerPlace)> = parts.iter().enumerate().flat_map(of_part).collect();
+        sorted.sort_unstable_by_key(|&(number, _)| number);
+        if let Some(twice) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return refuse(format!("layer {} is in two parts", twice[0].0));
+        }
+        Ok(Self(sorted.into_iter().map(|(_, place)| place).collect()))
+    }
+
+    /// The place of a layer.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub(crate) fn place(&self, layer: usize) -> Result<LayerPlace> {
+        of_layer(&self.0, layer).copied()
+    }
+
+    /// For every part the indices of its layers among all, in its order.
+    pub(crate) fn by_part(&self, parts: usize) -> Vec<Vec<usize>> {
+        let mut layers: Vec<Vec<(usize, usize)>> = vec![Vec::new(); parts];
+        self.0.iter().enumerate().for_each(|(layer, of)| layers[of.part].push((of.place, layer)));
+        let in_order = |mut of: Vec<(usize, usize)>| {
+            of.sort_unstable();
+            of.into_iter().map(|(_, layer)| layer).collect()
+        };
+        layers.into_iter().map(in_order).collect()
+    }
+}
+
+impl<S, F> OpenStep<'_, S, F> {
+    /// Checks that the bound resources can serve the step: its attention reads what the layout's stores have, and keys
+    /// and values lie in tensors of `rows`.
+    pub(crate) fn check(&self, rows: &RowLayout) -> Result<&Arc<WriteLayout>> {
         let layout = self.table.layout();
         layout.check_plan(self.plan)?;
         self.table.check_rows(rows)?;

@@ -111,6 +111,18 @@ pub trait Forward {
         self.inner().read_spans(places)
     }
 
+    fn begin_reads(&self, places: &[(&Store<Self>, SpanPlace<'_>)]) -> Result<SpanReads<Self>> {
+        self.inner().begin_reads(places)
+    }
+
+    fn have_arrived(&self, reads: &SpanReads<Self>) -> Result<bool> {
+        self.inner().have_arrived(reads)
+    }
+
+    fn finish_reads(&self, reads: SpanReads<Self>) -> impl Future<Output = Result<Vec<SpanBytes>>> {
+        self.inner().finish_reads(reads)
+    }
+
     fn write_span(&self, store: &mut Store<Self>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
         self.inner().write_span(store, bytes, place)
     }
@@ -317,6 +329,7 @@ pub trait Forward {
 pub(super) type Tensor<F> = <<F as Forward>::Inner as Device>::Tensor;
 pub(super) type Indices<F> = <<F as Forward>::Inner as Device>::Indices;
 pub(super) type Store<F> = <<F as Forward>::Inner as Storage>::Store;
+pub(super) type SpanReads<F> = <<F as Forward>::Inner as Storage>::SpanReads;
 pub(super) type Flags<F> = <<F as Forward>::Inner as Packing>::NonFiniteFlags;
 pub(super) type States<F> = AttentionStates<Tensor<F>>;
 pub(super) type Words<F> = <<F as Forward>::Inner as TokenSelection>::Words;

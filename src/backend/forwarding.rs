@@ -48,6 +48,7 @@ impl<F: Forward> Device for Forwarding<F> {
 
 impl<F: Forward> Storage for Forwarding<F> {
     type Store = <F::Inner as Storage>::Store;
+    type SpanReads = <F::Inner as Storage>::SpanReads;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store<F>> {
         self.0.create_store(shape, format)
@@ -79,6 +80,18 @@ impl<F: Forward> Storage for Forwarding<F> {
 
     fn read_spans(&self, places: &[(&Store<F>, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>> {
         self.0.read_spans(places)
+    }
+
+    fn begin_reads(&self, places: &[(&Store<F>, SpanPlace<'_>)]) -> Result<Self::SpanReads> {
+        self.0.begin_reads(places)
+    }
+
+    fn have_arrived(&self, reads: &Self::SpanReads) -> Result<bool> {
+        self.0.have_arrived(reads)
+    }
+
+    fn finish_reads(&self, reads: Self::SpanReads) -> impl Future<Output = Result<Vec<SpanBytes>>> {
+        self.0.finish_reads(reads)
     }
 
     fn write_span(&self, store: &mut Store<F>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

@@ -51,6 +51,9 @@ pub trait Storage: Device {
     /// Pages and quantisation ranges of one segment format, in shards.
     type Store;
 
+    /// Contents of places on their way to the host. Where it is dropped, nothing arrives, and nothing has changed.
+    type SpanReads;
+
     /// An empty store: no shards, no range slots.
     ///
     /// # Errors
@@ -93,6 +96,25 @@ pub trait Storage: Device {
     /// When a page or a slot does not exist; [`OutOfMemory`](crate::Error::OutOfMemory),
     /// [`DeviceLost`](crate::Error::DeviceLost).
     fn read_spans(&self, places: &[(&Self::Store, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>>;
+
+    /// Begins to read the contents of places: queues copies behind all submitted work, and waits for nothing. Later
+    /// work does not change what is read.
+    ///
+    /// # Errors
+    /// As [`Storage::read_spans`].
+    fn begin_reads(&self, places: &[(&Self::Store, SpanPlace<'_>)]) -> Result<Self::SpanReads>;
+
+    /// Whether the contents are on the host. Waits for nothing.
+    ///
+    /// # Errors
+    /// [`DeviceLost`](crate::Error::DeviceLost).
+    fn have_arrived(&self, reads: &Self::SpanReads) -> Result<bool>;
+
+    /// The contents, in the order of their places. Waits until they are on the host.
+    ///
+    /// # Errors
+    /// [`DeviceLost`](crate::Error::DeviceLost).
+    fn finish_reads(&self, reads: Self::SpanReads) -> impl Future<Output = Result<Vec<SpanBytes>>>;
 
     /// Writes the contents of another place to this one, bit for bit, in the order of the queued work.
     ///

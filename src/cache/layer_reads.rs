@@ -30,8 +30,11 @@ impl<B: Backend> LayerGroup<B> {
     /// The plan of query runs over the sequences, the same for every layer.
     pub(super) fn plan(&self, runs: &[QueryRun]) -> Result<AttendPlan> {
         let stores = self.recipe().stores().iter();
-        let view =
-            |store: &StoreFormat| StoreView { format: store.format, calibration: store.calibration, spans: Vec::new() };
+        // Most sequences have a span or two in a store.
+        let view = |store: &StoreFormat| {
+            let spans = Vec::with_capacity(2 * runs.len());
+            StoreView { format: store.format, calibration: store.calibration, spans }
+        };
         let mut views: Vec<StoreView<'_>> = stores.map(view).collect();
         let mut sequences: Vec<usize> = runs.iter().map(|run| run.sequence).collect();
         sequences.sort_unstable();

@@ -51,6 +51,7 @@ mod sequence;
 mod slots;
 mod step;
 mod swap;
+mod swap_out;
 mod swapped_bytes;
 mod together;
 mod write_table;
@@ -73,6 +74,7 @@ pub use room::{SequencePages, StoreRoom};
 pub use sequence::{Positions, SpanPositions};
 pub use step::TokenRun;
 pub use swap::SwappedSequence;
+pub use swap_out::SwapOut;
 #[doc(hidden)]
 pub use swapped_bytes::write_checksum;
 

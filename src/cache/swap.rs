@@ -158,7 +158,8 @@ impl<B: Backend> KvCache<B> {
 }
 
 impl<B: Backend> ModelCache<B> {
-    /// Moves a sequence to the host in all layers: see [`KvCache::swap_out`].
+    /// Moves a sequence to the host in all layers: see [`KvCache::swap_out`]. It waits for the device;
+    /// [`ModelCache::begin_swap_out`] does not.
     ///
     /// # Errors
     /// As [`KvCache::swap_out`]; [`Error::Plan`] when a step is open. On an error the cache is unchanged.
@@ -226,13 +227,49 @@ async fn swap_in<B: Backend>(
 
 /// Reads the contents of a sequence in every layer, all at once.
 async fn read_sequence<B: Backend>(groups: &[LayerGroup<B>], sequence: usize) -> Result<SwappedSequence<B::Indices>> {
+    let mut swapped = without_contents(groups, sequence)?;
+    swapped.fill(groups[0].backend.read_spans(&places_in(groups, sequence)?).await?);
+    Ok(swapped)
+}
+
+/// Where the contents of a sequence lie, group by group.
+///
+/// # Errors
+/// [`Error::Sequence`].
+pub(super) fn places_in<B: Backend>(
+    groups: &[LayerGroup<B>],
+    sequence: usize,
+) -> Result<Vec<(&B::Store, SpanPlace<'_>)>> {
     let mut places = Vec::new();
     for group in groups {
         places.extend(group.places_of(sequence)?);
     }
-    let mut bytes = groups[0].backend.read_spans(&places).await?.into_iter();
-    let of_group = |group: &LayerGroup<B>| group.swapped(sequence, &mut bytes);
-    Ok(SwappedSequence { groups: groups.iter().map(of_group).collect::<Result<_>>()? })
+    Ok(places)
+}
+
+/// A sequence as it is on the host, but for the contents of [`places_in`].
+///
+/// # Errors
+/// [`Error::Sequence`].
+pub(super) fn without_contents<B: Backend>(
+    groups: &[LayerGroup<B>],
+    sequence: usize,
+) -> Result<SwappedSequence<B::Indices>> {
+    Ok(SwappedSequence { groups: groups.iter().map(|group| group.without_contents(sequence)).collect::<Result<_>>()? })
+}
+
+impl<I> SwappedSequence<I> {
+    /// Fills in the contents of [`places_in`].
+    pub(super) fn fill(&mut self, contents: Vec<SpanBytes>) {
+        let mut bytes = contents.into_iter();
+        let mut take = |count: usize| bytes.by_ref().take(count).collect();
+        for group in &mut self.groups {
+            let spans = group.sequence.spans.len();
+            let centres = if group.sequence.centre.is_some() { group.recipe.stores().len() } else { 0 };
+            group.layers =
+                group.numbers.iter().map(|_| SwappedLayer { spans: take(spans), centres: take(centres) }).collect();
+        }
+    }
 }
 
 impl<B: Backend> LayerGroup<B> {
@@ -250,21 +287,12 @@ impl<B: Backend> LayerGroup<B> {
         Ok(places)
     }
 
-    /// A sequence with the contents of [`LayerGroup::places_of`].
-    fn swapped(
-        &self,
-        sequence: usize,
-        bytes: &mut impl Iterator<Item = SpanBytes>,
-    ) -> Result<SwappedGroup<B::Indices>> {
+    /// A sequence without the contents of [`LayerGroup::places_of`].
+    fn without_contents(&self, sequence: usize) -> Result<SwappedGroup<B::Indices>> {
         let mut held = self.page_tables.sequence(sequence)?.clone();
-        let centres = if held.centre.is_some() { self.recipe().stores().len() } else { 0 };
-        let mut take = |count: usize| bytes.by_ref().take(count).collect();
-        let layers = (0..self.layers())
-            .map(|_| SwappedLayer { spans: take(held.spans.len()), centres: take(centres) })
-            .collect();
         held.spans.iter_mut().for_each(|span| span.lease = Lease::default());
         let (shape, recipe, numbers) = (self.shape, self.recipe().clone(), self.numbers().to_vec());
-        Ok(SwappedGroup { shape, recipe, sequence: held, numbers, layers })
+        Ok(SwappedGroup { shape, recipe, sequence: held, numbers, layers: Vec::new() })
     }
 
     /// Writes the contents of a sequence to its current pages and slots.

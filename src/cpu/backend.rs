@@ -97,6 +97,7 @@ impl Device for Cpu {
 
 impl Storage for Cpu {
     type Store = CpuStore;
+    type SpanReads = Vec<SpanBytes>;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<CpuStore> {
         CpuStore::within(shape, format, MemoryShare::of(self.memory.clone()))
@@ -129,7 +130,19 @@ impl Storage for Cpu {
     }
 
     async fn read_spans(&self, places: &[(&CpuStore, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        self.begin_reads(places)
+    }
+
+    fn begin_reads(&self, places: &[(&CpuStore, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
         places.iter().map(|&(store, place)| store.read_span(place)).collect()
+    }
+
+    fn have_arrived(&self, _: &Vec<SpanBytes>) -> Result<bool> {
+        Ok(true)
+    }
+
+    async fn finish_reads(&self, reads: Vec<SpanBytes>) -> Result<Vec<SpanBytes>> {
+        Ok(reads)
     }
 
     fn write_span(&self, store: &mut CpuStore, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

@@ -13,6 +13,7 @@ use super::device::indices::Indices;
 use super::device::kernels::Kernels;
 use super::device::page_format::{PageFormat, TensorPages};
 use super::device::program::KernelCache;
+use super::device::span_bytes::SpanReads;
 use super::device::store::{self, Store};
 use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
@@ -189,6 +190,7 @@ impl Device for Cuda {
 
 impl Storage for Cuda {
     type Store = Store;
+    type SpanReads = SpanReads;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
         Store::new(&self.stream, shape, format)
@@ -224,6 +226,19 @@ impl Storage for Cuda {
     async fn read_spans(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
         places.iter().try_for_each(|(store, _)| store.check_stream("a span", &self.stream))?;
         places.iter().map(|&(store, place)| store.read_span(&self.stream, place)).collect()
+    }
+
+    fn begin_reads(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<SpanReads> {
+        places.iter().try_for_each(|(store, _)| store.check_stream("a span", &self.stream))?;
+        SpanReads::begin(&self.stream, places)
+    }
+
+    fn have_arrived(&self, reads: &SpanReads) -> Result<bool> {
+        reads.have_arrived()
+    }
+
+    async fn finish_reads(&self, reads: SpanReads) -> Result<Vec<SpanBytes>> {
+        reads.finish()
     }
 
     fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

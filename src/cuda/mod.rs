@@ -65,6 +65,7 @@ pub use device::indices::Indices;
 pub use device::kernels::Kernels;
 pub use device::libraries::driver_present;
 pub use device::program::KernelCache;
+pub use device::span_bytes::SpanReads;
 pub use device::store::Store;
 pub use device::tensor::Tensor;
 pub use measure::{AttendTiming, compute_guard, read_bandwidth, time_launches, time_steps};

@@ -16,23 +16,27 @@ use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::store_step::{BoundStoreStep, StoreStep};
 use super::pack::write_memory::WriteMemory;
-use crate::backend::{BoundClasses, OpenStep, StagedSpan, StepKind, StepKinds, StoredLayers, WriteInput, of_layer};
+use crate::backend::{
+    BoundClasses, LayerPlace, OpenStep, StagedSpan, StepKind, StepKinds, StepLayers, StoredLayers, WriteInput, of_layer,
+};
 use crate::plan::{AttendPlan, QueryLayout, RowLayout, WriteLayout};
 use crate::{Error, Result};
 
 /// The tensors of one layer's step.
 pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
-/// The steps of layers that share their page tables, on the engine's stream.
+/// The steps of a model's layers, on the engine's stream.
 ///
-/// [`ModelStep::write`] takes the open step of a cache and queues two small tables, once for all layers. Its result
-/// launches every layer between the engine's own kernels. Launches read their work from the tables, so a graph that
-/// captured them all can be replayed while sequences grow. Kernels, scratch and tables last from step to step. They are
-/// rebuilt when a store has grown or lengths have left their size class; classes are up to an eighth apart.
-/// [`WrittenStep::bound_anew`] tells whether anything was rebuilt, and then the graph must be captured again. A step in
-/// which a sequence of a centred recipe begins has a class of its own: it has one extra launch per store and layer,
-/// which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds the graph of its
-/// decode steps again.
+/// [`ModelStep::write`] takes the open step of a cache, with all its parts, and queues two small tables for every part.
+/// A step has one part where layers share their page tables, and as many as layers once they hold different numbers of
+/// tokens ([`ModelCache::open_steps`](crate::cache::ModelCache::open_steps)); layers of different shapes need a
+/// `ModelStep` each. Its result launches every layer between the engine's own kernels. Launches read their work from
+/// the tables, so a graph that captured them all can be replayed while sequences grow. Kernels, scratch and tables last
+/// from step to step. They are rebuilt when a store has grown or lengths have left their size class; classes are up to
+/// an eighth apart. [`WrittenStep::bound_anew`] tells whether anything was rebuilt, and then the graph must be captured
+/// again. A step in which a sequence of a centred recipe begins has a class of its own: it has one extra launch per
+/// store and layer, which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds
+/// the graph of its decode steps again.
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -49,11 +53,11 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// // Every step:
 /// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
 /// cache.begin_append(&runs)?;
-/// let open = cache.open_steps()?.remove(0); // layers of one shape and recipe
+/// let open = cache.open_steps()?;
 /// let step = steps.write(&open)?;
 /// if step.bound_anew() || graph.is_none() {
 ///     backend.stream().begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
-///     for layer in 0..open.layers.len() {
+///     for layer in 0..cache.layers() {
 ///         // The engine's kernels: keys, values and queries of the layer.
 ///         step.launch(layer)?;
 ///         // The engine's kernels: what becomes of the output.
@@ -78,13 +82,19 @@ pub struct ModelStep {
     output_rows: Option<QueryLayout>,
     /// Log-sum-exps of every layer, or none.
     lse: Vec<Tensor>,
-    bound: BoundClasses<Bound>,
-    /// Number of classes that were bound so far.
+    /// What is bound for parts, by their first layer.
+    bound: Vec<BoundClasses<Bound>>,
+    /// The classes of steps, by those of their parts, the newest last.
+    steps: Vec<(Vec<u64>, u64)>,
+    /// Number of classes of parts and of steps so far.
     classes: u64,
 }
 
-/// The resources that all steps of one class use. Scratch memory and the memory of the step's table are shared with
-/// other classes.
+/// Number of classes of steps whose numbers are remembered.
+const KNOWN_STEPS: usize = 64;
+
+/// The resources that all steps of one class use in a part. Scratch memory and the memory of the step's table are
+/// shared with other classes, and scratch memory with other parts.
 #[derive(Debug)]
 struct Bound {
     class: u64,
@@ -109,22 +119,31 @@ struct ModelLaunches {
     attention: Vec<BoundAttendStep>,
 }
 
-/// A step whose tables are queued, ready to be launched or captured.
+/// A step whose tables are queued, ready to be launched or captured. Layers are counted over all parts of the step, in
+/// the order of their indices in the model: where the step has all layers of a model, a layer's place is its index.
 #[derive(Clone, Debug)]
 pub struct WrittenStep<'a> {
     backend: &'a Cuda,
+    parts: Vec<WrittenPart<'a>>,
+    layers: StepLayers,
+    class: u64,
+    bound_anew: bool,
+}
+
+/// Layers of the step that share their page tables.
+#[derive(Clone, Debug)]
+struct WrittenPart<'a> {
     bound: &'a Bound,
     staged: &'a [StagedSpan],
     /// The stores of every layer that packs a part of a prompt.
     stores: Vec<Vec<&'a Store>>,
     stored: &'a StoredLayers,
-    bound_anew: bool,
 }
 
 /// Keeps alive the memory that the launches of a step read and write. Hold it for as long as a graph that captured them
 /// is replayed.
 #[derive(Clone, Debug)]
-pub struct LaunchMemory(#[expect(dead_code, reason = "held only to keep the launches alive")] Arc<ModelLaunches>);
+pub struct LaunchMemory(#[expect(dead_code, reason = "held only to keep the launches alive")] Vec<Arc<ModelLaunches>>);
 
 impl ModelStep {
     /// Steps of layers with these tensors, whose keys and values have the layout `rows`.
@@ -135,8 +154,18 @@ impl ModelStep {
         if layers.is_empty() {
             return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
         }
-        let (backend, bound, lse) = (backend.clone(), BoundClasses::new(1), Vec::new());
-        Ok(Self { backend, rows, layers, query_rows: None, output_rows: None, lse, bound, classes: 0 })
+        let bound = layers.iter().map(|_| BoundClasses::new(1)).collect();
+        Ok(Self {
+            backend: backend.clone(),
+            rows,
+            layers,
+            query_rows: None,
+            output_rows: None,
+            lse: Vec::new(),
+            bound,
+            steps: Vec::new(),
+            classes: 0,
+        })
     }
 
     /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
@@ -147,7 +176,7 @@ impl ModelStep {
     /// [`Error::Plan`] when there is not one tensor for each layer, [`Error::Buffer`] when one is not f32.
     pub fn with_log_sum_exps(mut self, lse: Vec<Tensor>) -> Result<Self> {
         crate::backend::check_log_sum_exps(self.layers.len(), lse.iter().map(Tensor::element_type))?;
-        self.bound.retain(|_| false);
+        self.drop_bound();
         Ok(Self { lse, ..self })
     }
 
@@ -155,20 +184,21 @@ impl ModelStep {
     /// that alternate between sizes. An engine that captures graphs then keeps one for every [`WrittenStep::class`].
     #[must_use]
     pub fn keeping(self, classes: usize) -> Self {
-        Self { bound: BoundClasses::new(classes), ..self }
+        let bound = self.layers.iter().map(|_| BoundClasses::new(classes)).collect();
+        Self { bound, ..self }
     }
 
     /// The same steps for queries with this layout, instead of contiguous rows. Earlier bindings are rebuilt.
     #[must_use]
     pub fn with_query_layout(mut self, rows: QueryLayout) -> Self {
-        self.bound.retain(|_| false);
+        self.drop_bound();
         Self { query_rows: Some(rows), ..self }
     }
 
     /// The same steps for outputs with this layout, instead of contiguous rows.
     #[must_use]
     pub fn with_output_layout(mut self, rows: QueryLayout) -> Self {
-        self.bound.retain(|_| false);
+        self.drop_bound();
         Self { output_rows: Some(rows), ..self }
     }
 
@@ -198,36 +228,77 @@ impl ModelStep {
         Ok(())
     }
 
-    /// Takes a step and queues its tables on the stream: once for all layers, before they or a graph of them are
-    /// launched. The call itself must not be captured. If something must be bound again, it allocates memory, and
-    /// compiles kernels that are missing.
+    /// Takes the parts of a step and queues their tables on the stream: once for all layers of a part, before they or a
+    /// graph of them are launched. The call itself must not be captured. If something must be bound again, it allocates
+    /// memory, and compiles kernels that are missing.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when the step belongs to other layers, or has more tokens than the
-    /// tensors; [`Error::Unsupported`] when it is to write log-sum-exps and keys are centred; [`Error::OutOfMemory`] or [`Error::Limit`] when binding again fails; errors of the driver from a copy.
-    pub fn write<'a>(&'a mut self, step: &OpenStep<'a, Store, NonFiniteFlags>) -> Result<WrittenStep<'a>> {
-        step.check(self.layers.len(), &self.rows)?;
-        if !self.lse.is_empty() {
-            step.check_not_centred()?;
+    /// [`Error::Plan`] or [`Error::Elements`] when the parts have other layers, or more tokens than the tensors;
+    /// [`Error::Unsupported`] when the step is to write log-sum-exps and keys are centred; [`Error::OutOfMemory`] or
+    /// [`Error::Limit`] when binding again fails; errors of the driver from a copy.
+    pub fn write<'a>(&'a mut self, parts: &[OpenStep<'a, Store, NonFiniteFlags>]) -> Result<WrittenStep<'a>> {
+        let layers = StepLayers::of(parts, self.layers.len())?;
+        let by_part = layers.by_part(parts.len());
+        let plans = parts.iter().zip(&by_part).map(|(part, layers)| self.plan_part(part, layers));
+        let plans = plans.collect::<Result<Vec<_>>>()?;
+        let mut bound_anew = false;
+        for ((part, layers), plan) in parts.iter().zip(&by_part).zip(plans) {
+            let begins = part.table.begins();
+            let fits = |bound: &Bound| bound.is_over(part) && bound.begins == begins && plan.is_bound_like(&bound.plan);
+            let kept = self.bound[layers[0]].take(fits);
+            bound_anew |= kept.is_none();
+            let mut bound = match kept {
+                Some(bound) => Bound { plan, ..bound },
+                None => self.bind(part, plan, layers)?,
+            };
+            bound.table.write(self.backend.stream(), part.table)?;
+            bound.tables.write(&bound.plan, bound.beside.then_some(part.table))?;
+            self.bound[layers[0]].put(bound);
         }
-        let plan = self.plan(step.plan)?;
-        for (place, LayerTensors { queries, output, .. }) in self.layers.iter().enumerate() {
-            plan.check_rows(AttendTensors { queries, output, lse: self.lse.get(place) })?;
-        }
-        let begins = step.table.begins();
-        let fits = |bound: &Bound| bound.is_over(step) && bound.begins == begins && plan.is_bound_like(&bound.plan);
-        let kept = self.bound.take(fits);
-        let bound_anew = kept.is_none();
-        let mut bound = match kept {
-            Some(bound) => Bound { plan, ..bound },
-            None => self.bind(step, plan)?,
+        let bound = &self.bound;
+        let classes = by_part.iter().filter_map(|layers| bound[layers[0]].newest()).map(|bound| bound.class).collect();
+        let class = self.class_of(classes);
+        let Self { backend, bound, .. } = &*self;
+        let written = |(part, layers): (&OpenStep<'a, Store, NonFiniteFlags>, &Vec<usize>)| {
+            let stores = if part.staged.is_empty() { Vec::new() } else { part.stores.clone() };
+            let bound = bound[layers[0]].newest()?;
+            Some(WrittenPart { bound, staged: part.staged, stores, stored: part.stored })
         };
-        bound.table.write(self.backend.stream(), step.table)?;
-        bound.tables.write(&bound.plan, bound.beside.then_some(step.table))?;
-        let Self { backend, bound: classes, .. } = self;
-        let (bound, staged, stored) = (classes.put(bound), step.staged, step.stored);
-        let stores = if staged.is_empty() { Vec::new() } else { step.stores.clone() };
-        Ok(WrittenStep { backend, bound, staged, stores, stored, bound_anew })
+        let parts = parts.iter().zip(&by_part).filter_map(written).collect();
+        Ok(WrittenStep { backend, parts, layers, class, bound_anew })
+    }
+
+    /// The number of the class of steps whose parts have these classes.
+    fn class_of(&mut self, parts: Vec<u64>) -> u64 {
+        let known = self.steps.iter().position(|(of, _)| *of == parts).map(|place| self.steps.remove(place));
+        let step = known.unwrap_or_else(|| {
+            self.classes += 1;
+            (parts, self.classes)
+        });
+        if self.steps.len() >= KNOWN_STEPS {
+            self.steps.remove(0);
+        }
+        let class = step.1;
+        self.steps.push(step);
+        class
+    }
+
+    fn drop_bound(&mut self) {
+        self.bound.iter_mut().for_each(|classes| classes.retain(|_| false));
+    }
+
+    /// Plans a part of a step, whose layers are these of all.
+    fn plan_part(&self, part: &OpenStep<'_, Store, NonFiniteFlags>, layers: &[usize]) -> Result<AttendStep> {
+        part.check(&self.rows)?;
+        if !self.lse.is_empty() {
+            part.check_not_centred()?;
+        }
+        let plan = self.plan(part.plan)?;
+        for &layer in layers {
+            let LayerTensors { queries, output, .. } = &self.layers[layer];
+            plan.check_rows(AttendTensors { queries, output, lse: self.lse.get(layer) })?;
+        }
+        Ok(plan)
     }
 
     fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
@@ -242,30 +313,36 @@ impl ModelStep {
         Ok(step)
     }
 
-    fn bind(&mut self, step: &OpenStep<'_, Store, NonFiniteFlags>, plan: AttendStep) -> Result<Bound> {
+    fn bind(
+        &mut self,
+        step: &OpenStep<'_, Store, NonFiniteFlags>,
+        plan: AttendStep,
+        layers: &[usize],
+    ) -> Result<Bound> {
         let (backend, layout) = (&self.backend, step.table.layout());
         let begins = step.table.begins();
-        // Drops what was bound before a store grew.
-        self.bound.retain(|bound| bound.numbers != step.layers || bound.is_over(step));
-        let table = match self.bound.iter().find(|bound| bound.is_over(step)) {
+        // Drops what was bound before a store grew, or when these layers were in other parts.
+        let is_current =
+            |bound: &Bound| bound.is_over(step) || !bound.numbers.iter().any(|number| step.layers.contains(number));
+        self.bound.iter_mut().for_each(|classes| classes.retain(is_current));
+        let table = match self.bound[layers[0]].iter().find(|bound| bound.is_over(step)) {
             Some(bound) => bound.table.clone(),
             None => WriteMemory::new(backend.stream(), layout)?,
         };
-        // Steps run in the order of the stream, so they may share scratch.
+        // Steps and layers run in the order of the stream, so they may share scratch.
         let sizes = plan.sizes(Sizing::Classes);
-        let scratch = match self.bound.iter().find(|bound| bound.scratch.holds(&sizes)) {
+        let scratch = match self.bound.iter().flat_map(BoundClasses::iter).find(|bound| bound.scratch.holds(&sizes)) {
             Some(bound) => bound.scratch.clone(),
             None => AttendScratch::new(backend.stream(), &sizes)?,
         };
         let tables = ModelTables::new(backend, &plan, &step.stores, layout.shape().query_heads())?;
         let pack = StoreStep::new(layout);
         let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
-        for (place, (tensors, stores)) in self.layers.iter().zip(&step.stores).enumerate() {
-            let LayerTensors { keys, values, queries, output } = tensors;
-            let layer = step.layers[place];
-            let input = WriteInput { keys, values, rows: self.rows, flags: step.flags, layer };
+        for (place, (&layer, stores)) in layers.iter().zip(&step.stores).enumerate() {
+            let LayerTensors { keys, values, queries, output } = &self.layers[layer];
+            let input = WriteInput { keys, values, rows: self.rows, flags: step.flags, layer: step.layers[place] };
             launches.stores.push(pack.bind_with_room(backend, stores, &table, input, begins)?);
-            let tensors = AttendTensors { queries, output, lse: self.lse.get(place) };
+            let tensors = AttendTensors { queries, output, lse: self.lse.get(layer) };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }
         let beside = plan.begins_beside_storing(backend.kernels().facts())
@@ -302,7 +379,7 @@ impl WrittenStep<'_> {
     /// The number of the step's class. Steps of one class have the same launches, and therefore the same graph. A
     /// number is never used twice.
     pub const fn class(&self) -> u64 {
-        self.bound.class
+        self.class
     }
 
     /// Launches the writes of a layer and, right behind them, its attention, by its place among the layers of the step.
@@ -314,8 +391,9 @@ impl WrittenStep<'_> {
     /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
     pub fn launch(&self, layer: usize) -> Result<()> {
         self.launch_store(layer)?;
-        let attention = of_layer(&self.bound.launches.attention, layer)?;
-        let beside = self.bound.beside && self.is_for_graphs();
+        let (part, place) = self.part(layer)?;
+        let attention = of_layer(&part.bound.launches.attention, place)?;
+        let beside = part.bound.beside && self.is_for_graphs();
         if beside { attention.launch_beside_storing() } else { attention.launch() }
     }
 
@@ -331,19 +409,20 @@ impl WrittenStep<'_> {
             let reason = "it packs a part of a prompt as a span; launch such steps without a graph".into();
             return Err(Error::Plan { what: "graph of a step", reason });
         }
-        of_layer(&self.bound.launches.stores, layer)?.launch()?;
-        if let Some(stores) = self.stores.get(layer) {
-            self.staged.iter().try_for_each(|span| self.backend.pack_staged(stores, span))?;
+        let (part, place) = self.part(layer)?;
+        of_layer(&part.bound.launches.stores, place)?.launch()?;
+        if let Some(stores) = part.stores.get(place) {
+            part.staged.iter().try_for_each(|span| self.backend.pack_staged(stores, span))?;
         }
-        self.stored.mark(self.bound.numbers[layer]);
+        part.stored.mark(part.bound.numbers[place]);
         Ok(())
     }
 
     /// Whether a graph may capture the launches, and be replayed for steps of the class. It may not where the step packs
     /// a part of a prompt as a span ([`TokenRun::prompt`](crate::cache::TokenRun::prompt) in a recipe that keeps appended
     /// tokens in f16): the pages of spans are no table.
-    pub const fn is_for_graphs(&self) -> bool {
-        self.staged.is_empty()
+    pub fn is_for_graphs(&self) -> bool {
+        self.parts.iter().all(|part| part.staged.is_empty())
     }
 
     /// Notes that a graph which captured these launches was replayed for this step: all its layers have stored their
@@ -353,7 +432,7 @@ impl WrittenStep<'_> {
         if !self.is_for_graphs() {
             return;
         }
-        self.bound.numbers.iter().for_each(|&layer| self.stored.mark(layer));
+        self.parts.iter().for_each(|part| part.bound.numbers.iter().for_each(|&layer| part.stored.mark(layer)));
     }
 
     /// Launches the attention of a layer, by its place among the layers of the step. It reads what the step stores, so
@@ -363,12 +442,19 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
     pub fn launch_attend(&self, layer: usize) -> Result<()> {
-        of_layer(&self.bound.launches.attention, layer)?.launch()
+        let (part, place) = self.part(layer)?;
+        of_layer(&part.bound.launches.attention, place)?.launch()
     }
 
     /// Keeps the memory of the launches alive. Hold it as long as a graph that captured them may be replayed.
     pub fn memory(&self) -> LaunchMemory {
-        LaunchMemory(self.bound.launches.clone())
+        LaunchMemory(self.parts.iter().map(|part| part.bound.launches.clone()).collect())
+    }
+
+    /// The part of a layer, and its place there.
+    fn part(&self, layer: usize) -> Result<(&WrittenPart<'_>, usize)> {
+        let LayerPlace { part, place } = self.layers.place(layer)?;
+        Ok((of_layer(&self.parts, part)?, place))
     }
 }
 

@@ -81,8 +81,8 @@ pub struct StorePart {
     store: usize,
     format: SegmentFormat,
     calibration: Option<Calibration>,
-    spans: Vec<PlannedSpan>,
-    pages: Vec<Page>,
+    pub(super) spans: Vec<PlannedSpan>,
+    pub(super) pages: Vec<Page>,
 }
 
 impl StorePart {
@@ -139,11 +139,11 @@ impl StorePart {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttendPlan {
-    shape: AttentionShape,
-    runs: Vec<PlannedRun>,
+    pub(super) shape: AttentionShape,
+    pub(super) runs: Vec<PlannedRun>,
     rows: usize,
-    segments: Vec<StorePart>,
-    scoring: Scoring,
+    pub(super) segments: Vec<StorePart>,
+    pub(super) scoring: Scoring,
 }
 
 impl AttendPlan {
@@ -250,7 +250,8 @@ impl AttendPlan {
 impl StorePart {
     fn new(store: usize, shape: &AttentionShape, sequences: &Sequences, view: &StoreView<'_>) -> Result<Self> {
         view.format.check(shape)?;
-        let (mut spans, mut pages) = (Vec::with_capacity(view.spans.len()), Vec::new());
+        let mut spans = Vec::with_capacity(view.spans.len());
+        let mut pages = Vec::with_capacity(view.spans.iter().map(|span| span.pages.len()).sum());
         for span in &view.spans {
             let of_sequence = sequences.runs_of(span.sequence);
             if of_sequence.is_empty() {

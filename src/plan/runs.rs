@@ -174,8 +174,8 @@ pub(super) fn place_runs(
     stores: &[StoreView<'_>],
 ) -> Result<(Vec<PlannedRun>, usize)> {
     let rows = count_rows(shape, runs)?;
-    let spans: Vec<&SpanView<'_>> =
-        stores.iter().flat_map(|store| &store.spans).filter(|span| span.tokens > 0).collect();
+    let mut spans: Vec<&SpanView<'_>> = Vec::with_capacity(stores.iter().map(|store| store.spans.len()).sum());
+    spans.extend(stores.iter().flat_map(|store| &store.spans).filter(|span| span.tokens > 0));
     let lengths = Lengths::new(runs, sequences, &spans)?;
     let mut first_row = 0;
     let mut planned = Vec::with_capacity(runs.len());

@@ -173,7 +173,7 @@ impl StoreWork {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Work {
     shape: AttentionShape,
-    segments: Vec<StoreWork>,
+    pub(super) segments: Vec<StoreWork>,
     rows: Vec<StateRows>,
     states: usize,
     block_queries: usize,

@@ -39,15 +39,14 @@ pub mod measure;
 mod model_step;
 mod pack;
 mod select;
-mod table_slots;
 
 pub use attend::{AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan};
 pub use backend::Wgpu;
 pub use device::shader;
 pub use device::{
-    Capabilities, Checks, ElementBinding, Indices, KernelLimits, Kernels, Launch, Launches, Path, Requirements, Store,
-    StoreBuffer, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter, max_shard_pages,
-    offers_matrices, open_device,
+    Capabilities, Checks, ElementBinding, Indices, KernelLimits, Kernels, Launch, Launches, Path, Requirements,
+    SpanReads, Store, StoreBuffer, SubgroupSizes, Tensor, Timestamps, Variant, adapters, choose_adapter,
+    max_shard_pages, offers_matrices, open_device,
 };
 pub use model_step::{LayerTensors, ModelStep, WrittenStep};
 pub use pack::{

@@ -173,6 +173,10 @@ fn stores() -> Vec<Call> {
             let place = SpanPlace { pages: &[PAGE], range_slot: Some(slot), centre: Some(slot) };
             done(block_on(Cpu::new().read_spans(&[(&store(SegmentFormat::F16), place)])));
         });
+        "backend::Storage::begin_reads" => sizes(|slot| {
+            let place = SpanPlace { pages: &[PAGE], range_slot: Some(slot), centre: Some(slot) };
+            done(Cpu::new().begin_reads(&[(&store(SegmentFormat::F16), place)]));
+        });
         "backend::Storage::write_span" => sizes(|slot| {
             let (cpu, mut store) = (Cpu::new(), store(SegmentFormat::F16));
             let place = SpanPlace { pages: &[PAGE], range_slot: None, centre: None };

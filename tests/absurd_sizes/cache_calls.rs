@@ -253,6 +253,12 @@ fn models() -> Vec<Call> {
         });
         "cache::ModelCache::dequantize" => pairs(|a, b| done(model().dequantize(a, b).is_ok()));
         "cache::ModelCache::swap_out" => sizes(|a| done(block_on(model().swap_out(a)).is_ok()));
+        "cache::ModelCache::begin_swap_out" => sizes(|a| {
+            let mut cache = model();
+            if let Ok(leaving) = cache.begin_swap_out(a) {
+                done(block_on(cache.finish_swap_out(leaving)).is_ok());
+            }
+        });
         "cache::ModelCache::swap_in" => sizes(|a| {
             let mut cache = model();
             let swapped = block_on(cache.swap_out(0)).unwrap();

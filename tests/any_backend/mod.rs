@@ -17,4 +17,5 @@ pub mod rounding;
 pub mod select_cases;
 pub mod serving;
 pub mod step_writes;
+pub mod swap_out;
 pub mod swapped_bytes;

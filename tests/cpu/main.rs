@@ -34,5 +34,6 @@ mod sliding_window;
 mod step;
 mod step_queries;
 mod stored_error;
+mod swap_out;
 mod swapped_bytes;
 mod unfused_attention;

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use crate::any_backend::cache_model::recipes::recipes;
 use crate::any_backend::cache_model::{Operation, cases, check, operations};
 use crate::any_backend::key_means::means;
+use crate::any_backend::swap_out;
 
 fn device() -> Cuda {
     Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")
@@ -45,4 +46,12 @@ fn windows_are_packed_when_they_are_full() {
 #[ignore = "needs an NVIDIA GPU"]
 fn means_of_keys_are_those_of_the_cpu() {
     assert!(means(&device()) == means(&Cpu::new()));
+}
+
+/// Copies to pinned memory, while steps go on.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_sequence_leaves_while_others_go_on() {
+    swap_out::check(&device());
+    swap_out::check_misuse(&device());
 }

@@ -75,11 +75,11 @@ fn one_graph_is_replayed_while_sequences_grow() {
             tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
             block_on(cache.reserve_for_append(&runs)).unwrap();
             cache.begin_append(&runs).unwrap();
-            let open = cache.open_steps().unwrap().remove(0);
+            let open = cache.open_steps().unwrap();
             let written = steps.write(&open).unwrap();
             if !written.is_for_graphs() {
                 written.replayed();
-                assert!(open.stored.first_missing().is_some(), "a graph packs no part of a prompt");
+                assert!(open[0].stored.first_missing().is_some(), "a graph packs no part of a prompt");
                 (0..LAYERS).for_each(|layer| written.launch(layer).unwrap());
             } else if written.bound_anew() || graph.is_none() {
                 graph = Some(capture(&backend, &written, LAYERS));
@@ -126,7 +126,7 @@ fn centred_sequences_begin_within_a_step() {
             tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
             block_on(cache.reserve_for_append(&runs)).unwrap();
             cache.begin_append(&runs).unwrap();
-            let written = steps.write(&cache.open_steps().unwrap()[0]).unwrap();
+            let written = steps.write(&cache.open_steps().unwrap()).unwrap();
             classes[usize::from([0, 2, 5].contains(&step))].insert(written.class());
             let captured = || capture(&backend, &written, LAYERS);
             graphs.entry(written.class()).or_insert_with(captured).0.launch().unwrap();
@@ -164,7 +164,7 @@ fn no_kernel_is_compiled_while_a_model_is_served() {
         for _ in 0..3 * 128 {
             block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
             cache.begin_append(&[TokenRun::decode(0)]).unwrap();
-            let open = cache.open_steps().unwrap().remove(0);
+            let open = cache.open_steps().unwrap();
             let written = steps.write(&open).unwrap();
             for layer in 0..LAYERS {
                 written.launch(layer).unwrap();
@@ -193,7 +193,7 @@ fn classes_are_kept_side_by_side() {
         tensors.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
         block_on(cache.reserve_for_append(&runs)).unwrap();
         cache.begin_append(&runs).unwrap();
-        let written = steps.write(&cache.open_steps().unwrap()[0]).unwrap();
+        let written = steps.write(&cache.open_steps().unwrap()).unwrap();
         assert_eq!(written.bound_anew(), !graphs.contains_key(&written.class()));
         let captured = || capture(&backend, &written, LAYERS);
         graphs.entry(written.class()).or_insert_with(captured).0.launch().unwrap();
@@ -227,7 +227,7 @@ fn parted_layers_are_bound_to_their_own_stores() {
         for (layer, open) in cache.open_steps().unwrap().iter().enumerate() {
             assert_eq!(open.layers, [layer]);
             write(&backend, &of, &inputs[layer]);
-            let step = steps.write(open).unwrap();
+            let step = steps.write(std::slice::from_ref(open)).unwrap();
             anew += usize::from(step.bound_anew());
             step.launch_store(0).unwrap();
             step.launch_attend(0).unwrap();
@@ -237,4 +237,33 @@ fn parted_layers_are_bound_to_their_own_stores() {
         model_steps::compare(&mut twin, &runs, &inputs, &outputs);
     }
     assert_eq!(anew, LAYERS, "each layer is bound once");
+}
+
+/// One `ModelStep` serves layers that hold different numbers of tokens.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn one_step_serves_all_parts() {
+    let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
+    let (mut cache, mut twin) = (parted_layers::cache(&backend), parted_layers::cache(&Cpu::new()));
+    let of: Vec<_> = (0..LAYERS).map(|_| tensors(&backend)).collect();
+    let rows = RowLayout::token_major(ROWS, &model_steps::shape());
+    let mut steps = ModelStep::new(&backend, rows, of.clone()).unwrap();
+    let (mut random, mut classes) = (Random::new(7), Vec::new());
+    for _ in 0..parted_layers::STEPS {
+        let (runs, inputs) = ([TokenRun::decode(0)], model_steps::inputs(&mut random));
+        of.iter().zip(&inputs).for_each(|(of, inputs)| write(&backend, of, inputs));
+        block_on(cache.reserve_for_append(&runs)).unwrap();
+        cache.begin_append(&runs).unwrap();
+        let open = cache.open_steps().unwrap();
+        assert_eq!(open.len(), LAYERS);
+        let step = steps.write(&open).unwrap();
+        classes.push((step.bound_anew(), step.class()));
+        (0..LAYERS).for_each(|layer| step.launch(layer).unwrap());
+        drop((step, open));
+        cache.commit().unwrap();
+        let outputs: Vec<_> = of.iter().map(|of| block_on(backend.download(&of.output)).unwrap()).collect();
+        model_steps::compare(&mut twin, &runs, &inputs, &outputs);
+    }
+    let class = classes[0].1;
+    assert!(classes.iter().enumerate().all(|(step, of)| *of == (step == 0, class)), "{classes:?}");
 }

@@ -75,7 +75,7 @@ fn steps_return_log_sum_exps() {
                     continue;
                 }
             };
-            let written = steps.write(&cache.open_steps().unwrap()[0]).unwrap();
+            let written = steps.write(&cache.open_steps().unwrap()).unwrap();
             for layer in 0..LAYERS {
                 if stored > 0 {
                     written.launch_store(layer).unwrap();

@@ -62,7 +62,7 @@ fn steps_of_one_device_share_scratch() {
     let buffers = open.iter().map(|part| {
         let [before, ..] = made(backend.device());
         let mut steps = ModelStep::new(&backend, rows, vec![of.clone()]).unwrap();
-        assert!(steps.write(part).unwrap().bound_anew());
+        assert!(steps.write(std::slice::from_ref(part)).unwrap().bound_anew());
         kept.push(steps);
         made(backend.device())[0] - before
     });
@@ -73,6 +73,6 @@ fn steps_of_one_device_share_scratch() {
     kept.clear();
     let [before, ..] = made(backend.device());
     let mut steps = ModelStep::new(&backend, rows, vec![of]).unwrap();
-    steps.write(&open[0]).unwrap();
+    steps.write(&open[..1]).unwrap();
     assert_eq!(made(backend.device())[0] - before, buffers[0]);
 }

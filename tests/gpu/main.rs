@@ -16,6 +16,7 @@ mod mixture;
 mod model_step;
 mod non_finite_queries;
 mod not_submitted;
+mod parts_of_a_step;
 mod prompt_parts;
 mod query_runs;
 mod round_trips;
@@ -23,5 +24,6 @@ mod select;
 mod serving;
 mod step_states;
 mod steps_ahead;
+mod swap_out;
 #[cfg(target_os = "linux")]
 mod validation;

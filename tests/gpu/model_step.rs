@@ -72,8 +72,8 @@ impl Engine {
         }
         block_on(self.cache.reserve_for_append(runs)).unwrap();
         self.cache.begin_append(runs).unwrap();
-        let open = self.cache.open_steps().unwrap().remove(0);
-        assert_eq!(open.layers, [0, 1, 2]);
+        let open = self.cache.open_steps().unwrap();
+        assert_eq!(open[0].layers, [0, 1, 2]);
         let step = self.steps.write(&open).unwrap();
         let anew = step.bound_anew();
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -244,7 +244,7 @@ fn parted_layers_are_bound_to_their_own_stores() {
             for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(&inputs[layer]) {
                 backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
             }
-            let step = steps.write(open).unwrap();
+            let step = steps.write(std::slice::from_ref(open)).unwrap();
             anew += usize::from(step.bound_anew());
             let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -277,7 +277,7 @@ fn steps_of_one_submission_read_their_own_tables() {
             runs[0] = if step % 4 == 1 { TokenRun::chunk(0, 3) } else { runs[0] };
             let inputs = steps_ahead::exact_inputs(&mut engine.random);
             engine.cache.begin_append(&runs).unwrap();
-            let open = engine.cache.open_steps().unwrap().remove(0);
+            let open = engine.cache.open_steps().unwrap();
             let written = engine.steps.write(&open).unwrap();
             let staged: Vec<_> = inputs.iter().map(|of| steps_ahead::staged(&device, &queue, of)).collect();
             for (layer, (staged, bound)) in staged.iter().zip(&engine.tensors).enumerate() {
@@ -334,7 +334,7 @@ fn parts_of_one_submission_read_their_own_tables() {
         for (layer, open) in cache.open_steps().unwrap().iter().enumerate() {
             staged.push(steps_ahead::staged(backend.device(), backend.queue(), &inputs[layer]));
             steps_ahead::encode_inputs(&staged[layer], &of, &mut encoder);
-            let step = steps.write(open).unwrap();
+            let step = steps.write(std::slice::from_ref(open)).unwrap();
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             step.encode_store(0, &mut pass).unwrap();
             step.encode_attend(0, &mut pass).unwrap();
@@ -369,7 +369,7 @@ fn a_layer_takes_one_submission() {
         }
         block_on(engine.cache.reserve_for_append(&runs)).unwrap();
         engine.cache.begin_append(&runs).unwrap();
-        let open = engine.cache.open_steps().unwrap().remove(0);
+        let open = engine.cache.open_steps().unwrap();
         let written = engine.steps.write(&open).unwrap();
         let before = newest_submission(&engine.backend);
         for (layer, of) in given.iter().enumerate() {
@@ -409,7 +409,7 @@ fn no_kernel_is_compiled_while_serving() {
         let mut step = |runs: &[TokenRun]| {
             block_on(cache.reserve_for_append(runs)).unwrap();
             cache.begin_append(runs).unwrap();
-            let open = cache.open_steps().unwrap().remove(0);
+            let open = cache.open_steps().unwrap();
             let written = steps.write(&open).unwrap();
             let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -452,7 +452,7 @@ fn the_recipe_decides_on_the_precision_of_queries() {
         block_on(engine.cache.reserve_for_append(&runs)).unwrap();
         engine.cache.begin_append(&runs).unwrap();
         for layers in [0, LAYERS - 1, LAYERS] {
-            let open = engine.cache.open_steps().unwrap().remove(0);
+            let open = engine.cache.open_steps().unwrap();
             let step = engine.steps.write(&open).unwrap();
             let mut encoder =
                 engine.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -488,7 +488,7 @@ fn steps_of_others_are_refused() {
     let runs = [TokenRun::chunk(1, ROWS + 1)];
     block_on(engine.cache.reserve_for_append(&runs)).unwrap();
     engine.cache.begin_append(&runs).unwrap();
-    let refused = engine.steps.write(&engine.cache.open_steps().unwrap()[0]).map(drop);
+    let refused = engine.steps.write(&engine.cache.open_steps().unwrap()).map(drop);
     assert!(matches!(refused, Err(Error::Plan { .. } | Error::Elements { .. })), "{refused:?}");
     engine.cache.abandon();
 
@@ -497,7 +497,7 @@ fn steps_of_others_are_refused() {
     let mut cache = ModelCache::new(&engine.backend, &[(other, recipe)], 1).unwrap();
     block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
     cache.begin_append(&[TokenRun::decode(0)]).unwrap();
-    let refused = engine.steps.write(&cache.open_steps().unwrap()[0]).map(drop);
+    let refused = engine.steps.write(&cache.open_steps().unwrap()).map(drop);
     assert!(refused.is_err());
     // Nothing was broken by it.
     engine.step(&[TokenRun::decode(0), TokenRun::decode(1)]);

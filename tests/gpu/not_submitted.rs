@@ -55,7 +55,7 @@ impl Engine {
     /// Encodes a step on the device and leaves it open.
     fn encode_open(&mut self, runs: &[TokenRun]) -> wgpu::CommandEncoder {
         self.cache.begin_append(runs).unwrap();
-        let open = self.cache.open_steps().unwrap().remove(0);
+        let open = self.cache.open_steps().unwrap();
         let step = self.steps.write(&open).unwrap();
         let mut encoder = self.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         // As an engine with kernels between the layers, and with two passes for one step.
@@ -192,7 +192,7 @@ fn a_submitted_layer_overtakes_no_encoded_step() {
     block_on(engine.cache.reserve(&[StoreRoom { pages: 8, spans: 0 }])).unwrap();
     let encoded = engine.encode(&[TokenRun::chunk(0, 4)]);
     engine.cache.begin_append(&[TokenRun::decode(0)]).unwrap();
-    let open = engine.cache.open_steps().unwrap().remove(0);
+    let open = engine.cache.open_steps().unwrap();
     let given = LayerTensors::zeroed(engine.backend.device(), &shape(), 1, ElementType::F32).unwrap();
     let step = engine.steps.write(&open).unwrap();
     refusal(step.submit(0, &given), 1, "submit");

@@ -35,7 +35,7 @@ impl Runner<Wgpu> for Passes {
             }
         }
         let open = cache.open_steps()?;
-        let step = self.steps.write(&open[0])?;
+        let step = self.steps.write(&open)?;
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         for layer in 0..LAYERS {

@@ -50,7 +50,7 @@ impl Engine {
 
     /// Encodes the open step and submits it.
     fn submit(&mut self, stores: bool) {
-        let open = self.cache.open_steps().unwrap().remove(0);
+        let open = self.cache.open_steps().unwrap();
         let step = self.steps.write(&open).unwrap();
         let device = self.backend.device();
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -156,14 +156,14 @@ fn log_sum_exps_that_do_not_fit_are_refused() {
     let runs = [TokenRun::chunk(0, 3)];
     block_on(cache.reserve_for_append(&runs)).unwrap();
     cache.begin_append(&runs).unwrap();
-    let open = cache.open_steps().unwrap().remove(0);
+    let open = cache.open_steps().unwrap();
     let refused = steps(lse).unwrap().write(&open).map(drop);
     assert!(matches!(refused, Err(Error::Unsupported { .. })), "{refused:?}");
 
     let mut cache = model_steps::cache(&backend, &model_steps::recipe("f16"));
     block_on(cache.reserve_for_append(&runs)).unwrap();
     cache.begin_append(&runs).unwrap();
-    let open = cache.open_steps().unwrap().remove(0);
+    let open = cache.open_steps().unwrap();
     let few = Tensor::zeroed(backend.device(), 2 * 4, ElementType::F32).unwrap();
     let refused = steps(vec![few; LAYERS]).unwrap().write(&open).map(drop);
     assert!(matches!(refused, Err(Error::Elements { given: 8, expected: 12, .. })), "{refused:?}");

@@ -101,7 +101,7 @@ impl<'a> Hosted<'a> {
         let runs: Vec<TokenRun> = (0..PROMPTS.len()).map(TokenRun::decode).collect();
         block_on(self.cache.reserve_for_append(&runs))?;
         self.cache.begin_append(&runs)?;
-        let open = self.cache.open_steps()?.remove(0);
+        let open = self.cache.open_steps()?;
         let step = self.steps.write(&open)?;
         let (mut outputs, mut projected) = (Vec::new(), Vec::new());
         for (number, layer) in self.layers.iter().enumerate() {

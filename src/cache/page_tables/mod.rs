@@ -26,6 +26,8 @@ pub(super) struct PageTables<I> {
     recipe: Recipe,
     rooms: Vec<Room>,
     sequences: Vec<Sequence<I>>,
+    /// How often every sequence was changed, an open change and one that was rolled back included.
+    changes: Vec<u64>,
     /// Slots of centres, which sequences hold; none if the recipe has no centres.
     centres: Slots,
     /// Whether they are those of one layer, of several of a kind that hold different numbers of tokens.
@@ -35,8 +37,14 @@ pub(super) struct PageTables<I> {
 impl<I: TokenIndices + Clone> PageTables<I> {
     pub(super) fn new(recipe: Recipe, sequences: usize) -> Self {
         let rooms = recipe.stores().iter().map(|store| Room::new(store.format.has_span_ranges())).collect();
-        let sequences = (0..sequences).map(|_| Sequence::default()).collect();
-        Self { recipe, rooms, sequences, centres: Slots::default(), parted: false }
+        let sequences: Vec<_> = (0..sequences).map(|_| Sequence::default()).collect();
+        let (changes, centres) = (vec![0; sequences.len()], Slots::default());
+        Self { recipe, rooms, sequences, changes, centres, parted: false }
+    }
+
+    /// How often a sequence was changed. What was read of it is what it holds as long as this stays.
+    pub(super) fn changes_of(&self, sequence: usize) -> u64 {
+        self.changes.get(sequence).copied().unwrap_or(0)
     }
 
     pub(super) fn centres(&self) -> &Slots {
@@ -90,6 +98,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let needed = self.room_for_append(runs, tokens)?;
         self.check_room(&needed)?;
         let mut change = Change::new(&self.recipe);
+        change.undo.reserve(runs.len());
         let mut row = 0;
         for run in runs {
             self.release_behind_window(&mut change, run.sequence());
@@ -161,6 +170,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         }
         self.check_room(&[])?;
         let mut change = Change::new(&self.recipe);
+        self.changes[sequence] += 1;
         self.begin_centre(&mut change, sequence, 0, 1)?;
         Ok(change)
     }
@@ -267,6 +277,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Removes all tokens of a sequence.
     pub(super) fn clear(&mut self, sequence: usize) -> Result<()> {
         self.sequence(sequence)?;
+        self.changes[sequence] += 1;
         self.release_centre(sequence);
         let forgotten = std::mem::take(&mut self.sequences[sequence]);
         forgotten.spans.iter().for_each(|span| self.rooms[span.store.index()].release(&span.lease));
@@ -287,6 +298,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         // Shared before the target's own centre is released, in case both are the same.
         forked.centre.into_iter().for_each(|slot| self.centres.share(slot));
         self.release_centre(target);
+        self.changes[target] += 1;
         self.sequences[target] = forked;
         Ok(())
     }
@@ -308,6 +320,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Keeps the positions below `length` of a sequence.
     pub(super) fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.check_truncate(sequence, length)?;
+        self.changes[sequence] += 1;
         let freed = self.sequences[sequence].truncate(length)?;
         self.release(&freed);
         Ok(())
@@ -316,6 +329,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Forgets whole pages of a sequence whose positions lie in `positions`.
     pub(super) fn forget(&mut self, sequence: usize, positions: TokenRange) -> Result<()> {
         self.sequence(sequence)?;
+        self.changes[sequence] += 1;
         let freed = self.sequences[sequence].forget(positions);
         self.release(&freed);
         Ok(())
@@ -334,7 +348,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     }
 
     /// Records a sequence's spans, starting at `first`, before they change.
-    fn remember(&self, change: &mut Change<I>, sequence: usize, first: usize) {
+    fn remember(&mut self, change: &mut Change<I>, sequence: usize, first: usize) {
+        self.changes[sequence] += 1;
         let of = &self.sequences[sequence];
         let spans = of.spans[first..].to_vec();
         change.undo.push(Undo { sequence, first, spans, length: of.length, released: of.released });

@@ -38,6 +38,9 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let centres = layers.iter().map(|of| &of.centres).min_by_key(|centres| centres.len())?.clone();
         let of_sequence = |index: usize| Sequence::together(layers.iter().map(|of| &of.sequences[index]));
         let sequences = (0..first.sequences.len()).map(of_sequence).collect();
-        Some(Self { recipe: first.recipe.clone(), rooms, sequences, centres, parted: false })
+        // More than any layer had as soon as one changed, so that no reading begun before is taken for what they hold.
+        let most = |index: usize| layers.iter().map(|of| of.changes_of(index)).max().unwrap_or(0);
+        let changes = (0..first.sequences.len()).map(most).collect();
+        Some(Self { recipe: first.recipe.clone(), rooms, sequences, changes, centres, parted: false })
     }
 }

@@ -11,6 +11,6 @@ pub(super) mod page_format;
 pub(super) mod pinned;
 pub(super) mod program;
 mod sources;
-mod span_bytes;
+pub(super) mod span_bytes;
 pub(super) mod store;
 pub(super) mod tensor;

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::CudaStream;
+use cudarc::driver::result::memcpy_dtoh_async;
+use cudarc::driver::{CudaEvent, CudaStream, DriverError, PinnedHostSlice};
 
+use super::driver::driver_error;
 use super::memory::Memory;
 use super::store::Store;
 use crate::Result;
@@ -15,6 +17,83 @@ struct Place<'a> {
     memory: &'a Arc<Memory>,
     offset: usize,
     bytes: usize,
+}
+
+/// Contents of places on their way to pinned memory of the host.
+#[derive(Debug)]
+pub struct SpanReads {
+    host: PinnedHostSlice<u8>,
+    /// Recorded after the copies.
+    copied: CudaEvent,
+    /// Bytes of every place.
+    lengths: Vec<usize>,
+    /// What is copied from. It lives as long as a copy may read it.
+    memory: Vec<Arc<Memory>>,
+}
+
+impl SpanReads {
+    /// Queues the copies.
+    pub(in crate::cuda) fn begin(stream: &Arc<CudaStream>, places: &[(&Store, SpanPlace<'_>)]) -> Result<Self> {
+        let of_spans = places.iter().map(|(store, place)| store.places(*place)).collect::<Result<Vec<_>>>()?;
+        let lengths: Vec<usize> = of_spans.iter().map(|of| of.iter().map(|place| place.bytes).sum()).collect();
+        let bytes: usize = lengths.iter().sum();
+        let failed = |error| driver_error("pages that are read", bytes as u64, error);
+        // SAFETY: Every byte is copied into before it is read.
+        let host = unsafe { stream.context().alloc_pinned::<u8>(bytes.max(1)) }.map_err(failed)?;
+        let copied = stream.context().new_event(None).map_err(failed)?;
+        let memory = of_spans.iter().flatten().map(|place| place.memory.clone()).collect();
+        let mut reads = Self { host, copied, lengths, memory };
+        stream.context().bind_to_thread().map_err(failed)?;
+        let queued = reads.queue(stream, of_spans.iter().flatten());
+        let recorded = reads.copied.record(stream);
+        if let Err(error) = queued.and(recorded) {
+            // The host's bytes are freed only when no copy into them is running.
+            stream.synchronize().unwrap_or(());
+            return Err(failed(error));
+        }
+        Ok(reads)
+    }
+
+    fn queue<'a>(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        places: impl Iterator<Item = &'a Place<'a>>,
+    ) -> std::result::Result<(), DriverError> {
+        let mut rest = self.host.as_mut_slice()?;
+        for place in places {
+            let (to, others) = rest.split_at_mut(place.bytes);
+            rest = others;
+            // SAFETY: `Store::places` checked that the bytes lie within the memory, which these reads hold. The host's
+            // bytes are read or freed only after the event that follows the copies.
+            unsafe { memcpy_dtoh_async(to, place.memory.address() + place.offset as u64, stream.cu_stream()) }?;
+        }
+        Ok(())
+    }
+
+    pub(in crate::cuda) fn have_arrived(&self) -> Result<bool> {
+        self.copied.try_is_complete().map_err(|error| driver_error("pages that are read", 0, error))
+    }
+
+    /// Waits for the copies.
+    pub(in crate::cuda) fn finish(self) -> Result<Vec<SpanBytes>> {
+        let failed = |error| driver_error("pages that are read", 0, error);
+        self.copied.synchronize().map_err(failed)?;
+        let mut rest = self.host.as_slice().map_err(failed)?;
+        let of_span = |&length: &usize| {
+            let (of_span, others) = rest.split_at(length);
+            rest = others;
+            SpanBytes::new(of_span.to_vec())
+        };
+        Ok(self.lengths.iter().map(of_span).collect())
+    }
+}
+
+impl Drop for SpanReads {
+    fn drop(&mut self) {
+        // What copies write must stay until they are done. A device that fails here has already failed elsewhere.
+        self.copied.synchronize().unwrap_or(());
+        self.memory.clear();
+    }
 }
 
 impl Store {

@@ -2,7 +2,7 @@
 
 use super::scratch::{Scratch, ScratchSection};
 use crate::format::{AttentionShape, KeyOrValue};
-use crate::plan::QueryLayout;
+use crate::plan::{Dispatch, QueryLayout, Work};
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Store, Tensor, Variant};
 use crate::{Error, Result};
@@ -21,11 +21,41 @@ pub struct AttendTensors<'a> {
 }
 
 /// One dispatch and the buffers that it binds.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct PlannedLaunch {
     pub variant: Variant,
-    pub workgroups: [u32; 3],
+    pub grid: Grid,
     pub buffers: Buffers,
+}
+
+/// The workgroups of a launch: what is counted in the work of a step, and as many for each as the kernel says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Grid {
+    /// The items of a dispatch of a segment.
+    Items { segment: usize, dispatch: usize, each: u32 },
+    /// The queries that are prepared for a segment.
+    Prepared { segment: usize, each: u32 },
+    /// The rows of queries.
+    Rows { each: u32 },
+}
+
+impl Grid {
+    /// In a step whose work has the segments and dispatches that it names.
+    pub fn workgroups(self, work: &Work) -> [u32; 3] {
+        let of = |segment: usize| &work.segments()[segment];
+        match self {
+            Self::Items { segment, dispatch, each } => {
+                let Dispatch { items, workgroups, .. } = of(segment).dispatches()[dispatch];
+                match workgroups {
+                    None => [each, items as u32, 1],
+                    // What reads the same tokens starts together.
+                    Some(of_item) => [each, of_item as u32, items as u32],
+                }
+            }
+            Self::Prepared { segment, each } => [of(segment).queries().len() as u32, each, 1],
+            Self::Rows { each } => [work.rows().len() as u32, each, 1],
+        }
+    }
 }
 
 /// A buffer of a launch, by role.
@@ -86,6 +116,8 @@ impl PlannedLaunch {
 pub(super) struct BoundBuffers<'a> {
     pub stores: &'a [&'a Store],
     pub scratch: &'a Scratch,
+    /// Where the tables of the step begin in theirs, in bytes.
+    pub tables_at: u64,
     pub tensors: AttendTensors<'a>,
 }
 
@@ -95,7 +127,9 @@ impl BoundBuffers<'_> {
             Ok(wgpu::BufferBinding { buffer, offset: section.offset, size: std::num::NonZeroU64::new(section.bytes) })
         };
         match slot {
-            Slot::Tables(at) => section(&self.scratch.tables, at),
+            Slot::Tables(at) => {
+                section(&self.scratch.tables, ScratchSection { offset: self.tables_at + at.offset, ..at })
+            }
             Slot::Queries(at) => section(&self.scratch.queries, at),
             Slot::Scores(at) => section(&self.scratch.scores, at),
             Slot::States(at) => section(&self.scratch.states, at),

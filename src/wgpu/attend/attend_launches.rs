@@ -1,14 +1,17 @@
 //! The launches of a step of attention: kernels, grids and buffers.
 
 use super::attend::Fused;
-use super::attend_buffers::{Buffers, PlannedLaunch, Slot};
+use super::attend_buffers::{Buffers, Grid, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot, Strided};
 use super::merge_states::{LseOutput, MergedStates, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::scratch::{Layout, ScratchSection};
 use super::specialisation::{ItemScoring, Specialisation};
 use crate::backend::AttendOptions;
-use crate::format::{KeyOrValue, TILE_TOKENS};
-use crate::plan::{AttendPlan, BlockQueries, Dispatch, ElementType, ItemMask, PlannedRun, StorePart, StoreWork, Work};
+use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
+use crate::plan::{
+    AttendPlan, BlockQueries, Dispatch, ElementType, ItemMask, PlannedRun, QueryLayout, Scoring, StorePart, StoreWork,
+    Work,
+};
 use crate::wgpu::device::capabilities::MERGING_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
@@ -17,6 +20,9 @@ use crate::wgpu::device::{Capabilities, Variant};
 /// `attend_run` takes, if every segment supports it and a run is long enough, otherwise as many as `attend` takes.
 pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> BlockQueries {
     let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
+    if longest == 1 {
+        return BlockQueries::up_to(1);
+    }
     let specials: Vec<Specialisation<'_>> = plan
         .segments()
         .iter()
@@ -55,7 +61,42 @@ pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, opti
 /// ones have few items anyway, and share a launch with the queries of other sequences.
 pub(in crate::wgpu) const LEAST_SPREAD: usize = 32;
 
+/// What the launches of a step depend on, but for their grids: equal ones have the same launches.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Decisions {
+    segments: Vec<SegmentDecisions>,
+    shape: AttentionShape,
+    scoring: Scoring,
+    block_queries: usize,
+    /// Whether a query has more states than are merged without a launch.
+    many_states: bool,
+    state_rows: ScratchSection,
+    sinks: Option<ScratchSection>,
+    merging: StateMerging,
+}
+
+/// Those of one segment.
+#[derive(Clone, Debug, PartialEq)]
+struct SegmentDecisions {
+    store: usize,
+    format: SegmentFormat,
+    calibration: Option<Calibration>,
+    dispatches: Vec<DispatchDecisions>,
+    sections: SegmentSections,
+}
+
+/// Those of one dispatch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct DispatchDecisions {
+    shard: u32,
+    most_queries: usize,
+    mask: ItemMask,
+    /// Whether an item is spread over workgroups.
+    spread: bool,
+}
+
 /// The sections of one segment.
+#[derive(Clone, Debug, PartialEq)]
 struct SegmentSections {
     prepared: ScratchSection,
     page_table: ScratchSection,
@@ -67,7 +108,20 @@ struct SegmentSections {
     scores: Option<(ScratchSection, ScratchSection)>,
 }
 
+impl Decisions {
+    /// Writes the items of work with these decisions to their place in the tables.
+    pub(super) fn write_items(&self, work: &Work, tables: &mut [u8]) {
+        for (of, segment) in self.segments.iter().zip(work.segments()) {
+            for (section, dispatch) in of.sections.items.iter().zip(segment.dispatches()) {
+                let items = bytemuck::cast_slice::<_, u8>(segment.items_of(dispatch));
+                tables[section.offset as usize..][..items.len()].copy_from_slice(items);
+            }
+        }
+    }
+}
+
 /// The place of states, and what merges them.
+#[derive(Clone, Copy, Debug, PartialEq)]
 struct StateMerging {
     /// `attend` and `weighted_values` do.
     fused: bool,
@@ -90,49 +144,111 @@ pub(super) struct Builder<'a> {
     pub layout: Layout,
 }
 
+/// The same launches, where a tensor has rows of this layout.
+pub(super) fn with_rows(
+    launches: &[PlannedLaunch],
+    tensor: &Strided,
+    rows: QueryLayout,
+    shape: &AttentionShape,
+) -> Vec<PlannedLaunch> {
+    launches.iter().map(|launch| launch.with_rows(tensor, rows, shape)).collect()
+}
+
 impl Builder<'_> {
-    /// All launches, in order.
-    pub fn launches(&mut self) -> Vec<PlannedLaunch> {
+    /// The same launches, where queries and outputs have these layouts.
+    pub fn with_rows(
+        &self,
+        launches: Vec<PlannedLaunch>,
+        [queries, outputs]: [Option<QueryLayout>; 2],
+    ) -> Vec<PlannedLaunch> {
+        let shape = self.work.shape();
+        let of = |launches: Vec<PlannedLaunch>, (tensor, rows): (&Strided, Option<QueryLayout>)| match rows {
+            Some(rows) => with_rows(&launches, tensor, rows, shape),
+            None => launches,
+        };
+        [(&STRIDED_QUERIES, queries), (&STRIDED_OUTPUTS, outputs)].into_iter().fold(launches, of)
+    }
+
+    /// Lays out tables and scratch, and decides what the launches depend on.
+    pub fn decide(&mut self) -> Decisions {
         // A binding is never empty, even where no query sees a token.
         let rows = self.work.states().max(1) as u64;
         let bytes = self.layout.room.bytes(rows * state_row_bytes(self.work.shape()));
         let states = ScratchSection { offset: 0, bytes };
         self.layout.scratch.states = states.bytes;
-        let sections: Vec<SegmentSections> =
-            self.work.segments().iter().map(|segment| self.sections(segment)).collect();
+        let segments = self.work.segments().iter().map(|segment| self.decide_segment(segment)).collect();
         let state_rows = self.layout.table(self.work.rows());
-
-        let sinks = self.sinks();
-        let merging = self.merging(states);
-        let segments = || self.work.segments().iter().zip(&sections);
-        let mut launches: Vec<PlannedLaunch> = segments()
-            .filter(|(segment, _)| !self.own_query(segment))
-            .map(|(segment, sections)| self.prepare_query(segment, sections))
-            .collect();
-        launches.extend(segments().filter_map(|(segment, sections)| self.prepare_run_query(segment, sections)));
-        launches.extend(segments().flat_map(|(segment, sections)| self.scores(segment, sections)));
-        launches.extend(segments().flat_map(|(segment, sections)| self.attend(segment, sections, &merging)));
-        if merging.fused {
-            return launches;
+        Decisions {
+            segments,
+            shape: *self.work.shape(),
+            scoring: self.work.scoring().clone(),
+            block_queries: self.work.block_queries(),
+            many_states: self.work.most_states() > MOST_MERGED_STATES,
+            state_rows,
+            sinks: self.sinks(),
+            merging: self.merging(states),
         }
-        let mut buffers =
-            vec![("state_rows", Slot::Tables(state_rows)), ("states", Slot::States(states)), ("outputs", Slot::Output)];
+    }
+
+    fn decide_segment(&mut self, segment: &StoreWork) -> SegmentDecisions {
+        let of = |dispatch: &Dispatch| DispatchDecisions {
+            shard: dispatch.shard,
+            most_queries: dispatch.most_queries,
+            mask: dispatch.mask,
+            spread: dispatch.workgroups.is_some(),
+        };
+        SegmentDecisions {
+            store: segment.store(),
+            format: *segment.format(),
+            calibration: segment.calibration().copied(),
+            dispatches: segment.dispatches().iter().map(of).collect(),
+            sections: self.sections(segment),
+        }
+    }
+
+    /// All launches, in order. They depend on nothing but the decisions, and on what all steps of an engine have in
+    /// common.
+    pub fn launches(&self, decisions: &Decisions) -> Vec<PlannedLaunch> {
+        let merging = &decisions.merging;
+        let segments = || {
+            let sections = decisions.segments.iter().map(|of| &of.sections);
+            self.work.segments().iter().zip(sections).enumerate()
+        };
+        let mut launches: Vec<PlannedLaunch> = segments()
+            .filter(|(_, (segment, _))| !self.own_query(segment))
+            .map(|(at, (segment, sections))| self.prepare_query(at, segment, sections))
+            .collect();
+        launches
+            .extend(segments().filter_map(|(at, (segment, sections))| self.prepare_run_query(at, segment, sections)));
+        launches.extend(segments().flat_map(|(at, (segment, sections))| self.scores(at, segment, sections)));
+        launches.extend(segments().flat_map(|(at, (segment, sections))| self.attend(at, (segment, sections), merging)));
+        if !merging.fused {
+            launches.push(self.merge(decisions));
+        }
+        launches
+    }
+
+    fn merge(&self, decisions: &Decisions) -> PlannedLaunch {
+        let mut buffers = vec![
+            ("state_rows", Slot::Tables(decisions.state_rows)),
+            ("states", Slot::States(decisions.merging.states)),
+            ("outputs", Slot::Output),
+        ];
         if self.lse == LseOutput::F32 {
             buffers.push(("lse_rows", Slot::Lse));
         }
-        buffers.extend(sinks.map(|sinks| ("sinks", Slot::Tables(sinks))));
+        buffers.extend(decisions.sinks.map(|sinks| ("sinks", Slot::Tables(sinks))));
         let shape = self.work.shape();
         let takes_run = |segment: &StoreWork| segment.dispatches().iter().any(|of| self.takes_run(segment, of));
         let merged = match self.work.segments().iter().any(takes_run) {
             true => MergedStates::Few,
             false => MergedStates::Many,
         };
-        launches.push(PlannedLaunch {
-            variant: merge_states(shape, self.options.output, self.lse, merged, sinks.is_some()),
-            workgroups: [self.work.rows().len() as u32, (shape.query_heads() / merged.heads(shape)) as u32, 1],
+        PlannedLaunch {
+            variant: merge_states(shape, self.options.output, self.lse, merged, decisions.sinks.is_some()),
+            grid: Grid::Rows { each: (shape.query_heads() / merged.heads(shape)) as u32 },
             buffers,
-        });
-        launches
+        }
     }
 
     /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
@@ -217,7 +333,7 @@ impl Builder<'_> {
         self.specialisation(segment, dispatch.most_queries, dispatch.mask).run_rows().is_some()
     }
 
-    fn prepare_run_query(&self, segment: &StoreWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
+    fn prepare_run_query(&self, at: usize, segment: &StoreWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
         let (rows, constants) = sections.run_queries?;
         let mut buffers = vec![
             ("prepared", Slot::Tables(sections.prepared)),
@@ -231,12 +347,12 @@ impl Builder<'_> {
         let special = self.single(segment);
         Some(PlannedLaunch {
             variant: special.prepare_run_query(self.input),
-            workgroups: [segment.queries().len() as u32, special.prepared_workgroups() as u32, 1],
+            grid: Grid::Prepared { segment: at, each: special.prepared_workgroups() as u32 },
             buffers,
         })
     }
 
-    fn prepare_query(&self, segment: &StoreWork, sections: &SegmentSections) -> PlannedLaunch {
+    fn prepare_query(&self, at: usize, segment: &StoreWork, sections: &SegmentSections) -> PlannedLaunch {
         let extremes = if sections.scores.is_some() { Extremes::Reset } else { Extremes::None };
         let mut buffers = vec![
             ("prepared", Slot::Tables(sections.prepared)),
@@ -253,18 +369,17 @@ impl Builder<'_> {
         let special = self.single(segment);
         PlannedLaunch {
             variant: special.prepare_query(self.input, extremes),
-            workgroups: [
-                segment.queries().len() as u32,
-                (self.work.shape().query_heads() * special.query_parts()) as u32,
-                1,
-            ],
+            grid: Grid::Prepared {
+                segment: at,
+                each: (self.work.shape().query_heads() * special.query_parts()) as u32,
+            },
             buffers,
         }
     }
 
-    fn scores(&self, segment: &StoreWork, sections: &SegmentSections) -> Vec<PlannedLaunch> {
+    fn scores(&self, at: usize, segment: &StoreWork, sections: &SegmentSections) -> Vec<PlannedLaunch> {
         let Some((scores, extremes)) = sections.scores else { return Vec::new() };
-        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
+        self.per_dispatch(at, (segment, sections), |dispatch, special, mut buffers| {
             buffers.push(("queries", Slot::Queries(sections.queries)));
             self.push_keys(segment, dispatch.shard, &mut buffers);
             buffers.push(("stored_scores", Slot::Scores(scores)));
@@ -273,9 +388,14 @@ impl Builder<'_> {
         })
     }
 
-    fn attend(&self, segment: &StoreWork, sections: &SegmentSections, merging: &StateMerging) -> Vec<PlannedLaunch> {
+    fn attend(
+        &self,
+        at: usize,
+        (segment, sections): (&StoreWork, &SegmentSections),
+        merging: &StateMerging,
+    ) -> Vec<PlannedLaunch> {
         let output = merging.fused.then_some(self.options.output);
-        self.per_dispatch(segment, sections, |dispatch, special, mut buffers| {
+        self.per_dispatch(at, (segment, sections), |dispatch, special, mut buffers| {
             let run_queries = sections.run_queries.filter(|_| special.run_rows().is_some());
             let variant = match (segment.calibration(), sections.scores, run_queries) {
                 (Some(calibration), Some((scores, extremes)), _) => {
@@ -311,26 +431,22 @@ impl Builder<'_> {
 
     fn per_dispatch(
         &self,
-        segment: &StoreWork,
-        sections: &SegmentSections,
+        at: usize,
+        (segment, sections): (&StoreWork, &SegmentSections),
         launch: impl Fn(&Dispatch, Specialisation<'_>, Buffers) -> (Variant, Buffers),
     ) -> Vec<PlannedLaunch> {
-        let dispatches = segment.dispatches().iter().zip(&sections.items);
+        let dispatches = segment.dispatches().iter().zip(&sections.items).enumerate();
         dispatches
-            .map(|(dispatch, &items)| {
+            .map(|(place, (dispatch, &items))| {
                 let special = self.specialisation(segment, dispatch.most_queries, dispatch.mask);
-                let rows = (self.work.shape().kv_heads() * special.head_split().chunks) as u32;
+                let each = (self.work.shape().kv_heads() * special.head_split().chunks) as u32;
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
                 let (variant, buffers) = launch(dispatch, special, work);
-                let items = dispatch.items as u32;
-                match dispatch.workgroups {
-                    None => PlannedLaunch { variant, workgroups: [rows, items, 1], buffers },
-                    // What reads the same tokens starts together.
-                    Some(of_item) => {
-                        let variant = variant.import("item_of", "attend/item_of/spread.wgsl");
-                        PlannedLaunch { variant, workgroups: [rows, of_item as u32, items], buffers }
-                    }
-                }
+                let variant = match dispatch.workgroups {
+                    Some(_) => variant.import("item_of", "attend/item_of/spread.wgsl"),
+                    None => variant,
+                };
+                PlannedLaunch { variant, grid: Grid::Items { segment: at, dispatch: place, each }, buffers }
             })
             .collect()
     }

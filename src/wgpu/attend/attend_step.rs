@@ -11,8 +11,10 @@
 //! queries together); and one `merge_states`, unless the last workgroup of `attend` merges. Each launch waits for the
 //! previous one, which costs more than the work of small ones.
 
+use std::sync::Arc;
+
 use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
-use super::attend_launches::{Builder, block_queries};
+use super::attend_launches::{Builder, Decisions, block_queries, with_rows};
 use super::merge_states::LseOutput;
 use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
 use super::specialisation::MAX_TILES;
@@ -35,9 +37,27 @@ pub struct AttendStep {
     query_rows: QueryLayout,
     output_rows: QueryLayout,
     lse: LseOutput,
-    launches: Vec<PlannedLaunch>,
+    /// What the work was cut from. None in a step that cannot grow.
+    plan: Option<AttendPlan>,
+    options: StepOptions,
+    decisions: Decisions,
+    launches: Arc<[PlannedLaunch]>,
+    /// Workgroups of the launches.
+    grids: Vec<[u32; 3]>,
     tables: Vec<u8>,
     scratch: ScratchBytes,
+}
+
+/// What all steps of an engine's layers have in common.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in crate::wgpu) struct StepOptions {
+    /// Type of the queries.
+    pub input: ElementType,
+    pub attend: AttendOptions,
+    pub lse: LseOutput,
+    pub room: Sizing,
+    /// Layouts of queries and outputs that are not contiguous rows.
+    pub rows: [Option<QueryLayout>; 2],
 }
 
 /// How many rows tensors have.
@@ -86,7 +106,8 @@ impl AttendStep {
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        Self::decide(capabilities, plan, input, options, (LseOutput::None, Sizing::Exact))
+        let (lse, room, rows) = (LseOutput::None, Sizing::Exact, [None; 2]);
+        Self::decide(capabilities, plan, StepOptions { input, attend: options, lse, room, rows }, std::iter::empty())
     }
 
     /// [`AttendStep::new`] for a step that returns attention states: the output and the log-sum-exp of every query and
@@ -100,42 +121,79 @@ impl AttendStep {
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        Self::decide(capabilities, plan, input, options, (LseOutput::F32, Sizing::Exact))
+        let (lse, room, rows) = (LseOutput::F32, Sizing::Exact, [None; 2]);
+        Self::decide(capabilities, plan, StepOptions { input, attend: options, lse, room, rows }, std::iter::empty())
     }
 
     /// [`AttendStep::new`] with sizes of tables and scratch that many steps share, so that bindings for one serve the
-    /// others: see [`AttendStep::is_bound_like`].
+    /// others: see [`AttendStep::is_bound_like`]. Its launches are those of the first kept step of the same device,
+    /// options and decisions.
     ///
     /// # Errors
     /// As [`AttendStep::new`].
-    pub(in crate::wgpu) fn with_room(
+    pub(in crate::wgpu) fn with_room<'a>(
         capabilities: &Capabilities,
         plan: &AttendPlan,
-        input: ElementType,
-        options: AttendOptions,
-        lse: LseOutput,
+        options: StepOptions,
+        kept: impl Iterator<Item = &'a Self>,
     ) -> Result<Self> {
-        Self::decide(capabilities, plan, input, options, (lse, Sizing::Classes))
+        Self::decide(capabilities, plan, options, kept)
     }
 
-    fn decide(
+    fn decide<'a>(
         capabilities: &Capabilities,
         plan: &AttendPlan,
-        input: ElementType,
-        options: AttendOptions,
-        (lse, room): (LseOutput, Sizing),
+        options: StepOptions,
+        mut kept: impl Iterator<Item = &'a Self>,
     ) -> Result<Self> {
-        let work = Work::in_blocks(plan, options.split, block_queries(capabilities, plan, options))?;
+        let StepOptions { input, attend, lse, room, rows } = options;
+        let work = Work::in_blocks(plan, attend.split, block_queries(capabilities, plan, attend))?;
         let layout = Layout::new(capabilities, room, table_bytes(&work));
-        let mut builder = Builder { capabilities, work: &work, input, options, lse, layout };
-        let launches = builder.launches();
+        let mut builder = Builder { capabilities, work: &work, input, options: attend, lse, layout };
+        let decisions = builder.decide();
+        let kept =
+            kept.find(|step| step.options == options && step.decisions == decisions).map(|step| step.launches.clone());
+        let fresh = || builder.with_rows(builder.launches(&decisions), rows);
+        debug_assert!(kept.as_ref().is_none_or(|kept| **kept == *fresh()), "decisions leave something out");
+        let launches = kept.unwrap_or_else(|| fresh().into());
         let Layout { tables, scratch, .. } = builder.layout;
-        let (dense, output) = (QueryLayout::dense(work.shape()), options.output);
-        let path = capabilities.path();
-        let step =
-            Self { work, path, input, output, query_rows: dense, output_rows: dense, lse, launches, tables, scratch };
+        let grids = launches.iter().map(|launch| launch.grid.workgroups(&work)).collect();
+        let dense = QueryLayout::dense(work.shape());
+        let [query_rows, output_rows] = rows.map(|rows| rows.unwrap_or(dense));
+        let (path, output) = (capabilities.path(), attend.output);
+        let step = Self {
+            work,
+            path,
+            input,
+            output,
+            query_rows,
+            output_rows,
+            lse,
+            plan: (room != Sizing::Exact).then(|| plan.clone()),
+            options,
+            decisions,
+            launches,
+            grids,
+            tables,
+            scratch,
+        };
         step.check_limits(capabilities)?;
         Ok(step)
+    }
+
+    /// Makes this the step of another plan, if that differs from its own by a few tokens of sequences that decode,
+    /// within their pages. Otherwise returns false, and only its launches are of use any more. Takes next to no memory.
+    pub(in crate::wgpu) fn grow(&mut self, plan: &AttendPlan, options: StepOptions) -> bool {
+        let Self { plan: Some(own), work, decisions, tables, .. } = self else { return false };
+        if self.options != options || !own.grows_to(plan) {
+            return false;
+        }
+        if !work.grow(own, plan) {
+            self.plan = None; // it is no longer what the work was cut from
+            return false;
+        }
+        decisions.write_items(work, tables);
+        true
     }
 
     /// The same step for queries with this layout, instead of contiguous rows. Every stride, and every offset of the
@@ -143,15 +201,15 @@ impl AttendStep {
     /// step.
     #[must_use]
     pub fn with_query_layout(self, rows: QueryLayout) -> Self {
-        let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_QUERIES, rows, self.work.shape()));
-        Self { query_rows: rows, launches: launches.collect(), ..self }
+        let launches = with_rows(&self.launches, &STRIDED_QUERIES, rows, self.work.shape()).into();
+        Self { query_rows: rows, launches, ..self }
     }
 
     /// The same step for outputs with this layout; see [`AttendStep::with_query_layout`].
     #[must_use]
     pub fn with_output_layout(self, rows: QueryLayout) -> Self {
-        let launches = self.launches.iter().map(|launch| launch.with_rows(&STRIDED_OUTPUTS, rows, self.work.shape()));
-        Self { output_rows: rows, launches: launches.collect(), ..self }
+        let launches = with_rows(&self.launches, &STRIDED_OUTPUTS, rows, self.work.shape()).into();
+        Self { output_rows: rows, launches, ..self }
     }
 
     /// The work items of the step.
@@ -198,16 +256,17 @@ impl AttendStep {
     ) -> Result<Launches> {
         self.check_tensors(kernels, tensors, Rows::Exact)?;
         self.check_stores(stores)?;
-        self.bind_checked(kernels, stores, scratch, tensors)
+        self.bind_checked(kernels, stores, (scratch, 0), tensors)
     }
 
     /// [`AttendStep::bind`] for tensors with at least the rows of the plan, and stores that have all pages of its
-    /// layout. Every later plan for which [`AttendStep::is_bound_like`] holds may use the bindings.
+    /// layout. Tables begin at a byte of those of the scratch. Every later plan for which [`AttendStep::is_bound_like`]
+    /// holds may use the bindings.
     pub(in crate::wgpu) fn bind_with_room(
         &self,
         kernels: &Kernels,
         stores: &[&Store],
-        scratch: &Scratch,
+        scratch: (&Scratch, u64),
         tensors: AttendTensors<'_>,
     ) -> Result<Launches> {
         self.check_tensors(kernels, tensors, Rows::Room)?;
@@ -217,10 +276,8 @@ impl AttendStep {
     /// Whether launches bound for another step serve this one with its own grids, because the kernels, the buffers and
     /// their parts are the same.
     pub(in crate::wgpu) fn is_bound_like(&self, other: &Self) -> bool {
-        let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.variant == b.variant && a.buffers == b.buffers;
         self.scratch == other.scratch
-            && self.launches.len() == other.launches.len()
-            && self.launches.iter().zip(&other.launches).all(same)
+            && (Arc::ptr_eq(&self.launches, &other.launches) || self.launches == other.launches)
     }
 
     /// Checks that tensors have at least the rows of the plan.
@@ -233,22 +290,23 @@ impl AttendStep {
 
     /// Workgroups of the launches, in order.
     pub(in crate::wgpu) fn grids(&self) -> impl Iterator<Item = [u32; 3]> + '_ {
-        self.launches.iter().map(|launch| launch.workgroups)
+        self.grids.iter().copied()
     }
 
     fn bind_checked(
         &self,
         kernels: &Kernels,
         stores: &[&Store],
-        scratch: &Scratch,
+        (scratch, tables_at): (&Scratch, u64),
         tensors: AttendTensors<'_>,
     ) -> Result<Launches> {
-        self.check_scratch(scratch)?;
-        let buffers = BoundBuffers { stores, scratch, tensors };
+        self.check_scratch(scratch, tables_at)?;
+        let buffers = BoundBuffers { stores, scratch, tables_at, tensors };
         let launches = self
             .launches
             .iter()
-            .map(|launch| {
+            .zip(self.grids())
+            .map(|(launch, grid)| {
                 let bindings = launch
                     .buffers
                     .iter()
@@ -257,7 +315,7 @@ impl AttendStep {
                         Ok((name, buffers.binding(slot)?))
                     })
                     .collect::<Result<Vec<_>>>()?;
-                Launch::new(kernels, &launch.variant, &bindings, launch.workgroups)
+                Launch::new(kernels, &launch.variant, &bindings, grid)
             })
             .collect::<Result<_>>()?;
         // On a lost device wgpu creates unusable bind groups without an error.
@@ -318,9 +376,9 @@ impl AttendStep {
         Err(Error::Elements { what: "log-sum-exps", given, expected, shape })
     }
 
-    fn check_scratch(&self, scratch: &Scratch) -> Result<()> {
+    fn check_scratch(&self, scratch: &Scratch, tables_at: u64) -> Result<()> {
         for (what, buffer, needed) in [
-            ("scratch tables", &scratch.tables, self.scratch.tables),
+            ("scratch tables", &scratch.tables, tables_at.saturating_add(self.scratch.tables)),
             ("scratch queries", &scratch.queries, self.scratch.queries),
             ("scratch scores", &scratch.scores, self.scratch.scores),
             ("scratch states", &scratch.states, self.scratch.states),
@@ -385,7 +443,7 @@ impl AttendStep {
         let tokens = items.map(|item| u64::from(item.tokens)).max().unwrap_or(0);
         let what = "tiles of a work item";
         limit(what, tokens.div_ceil(TILE_TOKENS as u64), MAX_TILES as u64, "use a smaller Split::max_tiles")?;
-        let workgroups = self.launches.iter().flat_map(|launch| launch.workgroups).max().unwrap_or(0);
+        let workgroups = self.grids.iter().flatten().copied().max().unwrap_or(0);
         limit(
             "a dispatch",
             u64::from(workgroups),

@@ -25,8 +25,10 @@ pub use attend_buffers::AttendTensors;
 pub(super) use attend_launches::LEAST_SPREAD;
 pub(super) use attend_run::full_runs;
 pub use attend_step::AttendStep;
+pub(super) use attend_step::StepOptions;
 pub use merge_pair::MergePairPlan;
 pub(super) use merge_states::LseOutput;
+pub(super) use scratch::Sizing;
 pub use scratch::{Scratch, ScratchBytes};
 pub use uncentre_lse::UncentreLsePlan;
 

@@ -19,6 +19,19 @@ pub struct ScratchBytes {
     pub arrived: u64,
 }
 
+impl ScratchBytes {
+    /// The larger of both: those of scratch that serves either.
+    pub(in crate::wgpu) fn or(self, other: Self) -> Self {
+        Self {
+            tables: self.tables.max(other.tables),
+            queries: self.queries.max(other.queries),
+            scores: self.scores.max(other.scores),
+            states: self.states.max(other.states),
+            arrived: self.arrived.max(other.arrived),
+        }
+    }
+}
+
 /// The scratch of one step, owned by the caller. It may be used again as soon as the step's commands are submitted.
 #[derive(Clone, Debug)]
 pub struct Scratch {
@@ -73,20 +86,14 @@ impl Scratch {
         .map(|(what, bytes, usage)| (what, bytes.next_multiple_of(4).max(4), usage))
     }
 
-    /// The same scratch with other tables, for steps that share all but these. See [`Scratch::new_now`].
-    pub(in crate::wgpu) fn with_tables_now(&self, device: &wgpu::Device, bytes: u64) -> Result<Self> {
-        let [(what, bytes, usage), ..] = Self::buffers(ScratchBytes { tables: bytes, ..ScratchBytes::default() });
-        Ok(Self { tables: buffers::create_now(device, what, bytes, usage)?, ..self.clone() })
-    }
-
-    /// Its bytes, each at least those of `bytes`.
-    pub(in crate::wgpu) fn grown_to(&self, bytes: ScratchBytes) -> ScratchBytes {
+    /// Its bytes.
+    pub(in crate::wgpu) fn bytes(&self) -> ScratchBytes {
         ScratchBytes {
-            tables: bytes.tables.max(self.tables.size()),
-            queries: bytes.queries.max(self.queries.size()),
-            scores: bytes.scores.max(self.scores.size()),
-            states: bytes.states.max(self.states.size()),
-            arrived: bytes.arrived.max(self.arrived.size()),
+            tables: self.tables.size(),
+            queries: self.queries.size(),
+            scores: self.scores.size(),
+            states: self.states.size(),
+            arrived: self.arrived.size(),
         }
     }
 
@@ -109,24 +116,45 @@ pub(super) struct ScratchSection {
 
 /// How sections are sized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sizing {
+pub(in crate::wgpu) enum Sizing {
     /// As large as the step needs.
     Exact,
-    /// Up to a quarter larger, in classes that many lengths of sequences share.
-    Classes,
+    /// Up to a quarter larger, in classes that many lengths of sequences share, for a step of this number of parts.
+    Classes {
+        /// Parts, at least 1.
+        parts: usize,
+    },
 }
 
 /// The smallest distance between classes, in bytes.
 const LEAST_CLASS: u64 = 1 << 12;
+/// The same for tables of which every part of a step has its own, and there are many.
+const LEAST_CLASS_OF_PARTS: u64 = 1 << 8;
 
 impl Sizing {
-    /// Bytes of a section that needs `needed` bytes.
-    pub(super) fn bytes(self, needed: u64) -> u64 {
+    /// Bytes of a section that needs `needed` bytes, of memory that all parts of a step share.
+    pub(in crate::wgpu) fn bytes(self, needed: u64) -> u64 {
         match self {
             Self::Exact => needed,
-            Self::Classes => needed.next_multiple_of((needed.next_power_of_two() / 8).max(LEAST_CLASS)),
+            Self::Classes { .. } => class(needed, LEAST_CLASS),
         }
     }
+
+    /// The same for a table: a step of more parts has smaller classes of them, since it has more tables.
+    pub(in crate::wgpu) fn table_bytes(self, needed: u64) -> u64 {
+        match self {
+            Self::Exact => needed,
+            Self::Classes { parts } => {
+                let least = LEAST_CLASS / parts.next_power_of_two() as u64;
+                class(needed, least.max(LEAST_CLASS_OF_PARTS))
+            }
+        }
+    }
+}
+
+/// The class of a number of bytes, where classes are `least` or an eighth to a quarter apart.
+fn class(needed: u64, least: u64) -> u64 {
+    needed.next_multiple_of((needed.next_power_of_two() / 8).max(least))
 }
 
 /// The offsets of the sections in the scratch buffers.
@@ -150,7 +178,7 @@ impl Layout {
         let offset = self.tables.len() as u64;
         let rows = bytemuck::cast_slice::<T, u8>(rows);
         self.tables.extend_from_slice(rows);
-        self.scratch.tables = offset + self.room.bytes(rows.len() as u64);
+        self.scratch.tables = offset + self.room.table_bytes(rows.len() as u64);
         self.tables.resize(self.scratch.tables as usize, 0);
         ScratchSection { offset, bytes: self.scratch.tables - offset }
     }
@@ -183,14 +211,19 @@ mod tests {
     /// There are few classes, none is much too large, and 0 stays 0.
     #[test]
     fn classes_hold_what_is_needed() {
-        assert_eq!(Sizing::Classes.bytes(0), 0);
-        let mut classes = std::collections::BTreeSet::new();
-        for needed in (1..4u64 << 20).step_by(997) {
-            let bytes = Sizing::Classes.bytes(needed);
-            assert!(bytes >= needed && bytes <= needed + (needed / 4).max(LEAST_CLASS), "{needed}: {bytes}");
-            classes.insert(bytes);
+        assert_eq!(Sizing::Classes { parts: 1 }.bytes(0), 0);
+        assert_eq!(Sizing::Classes { parts: 32 }.table_bytes(0), 0);
+        for (parts, least, most) in [(1, LEAST_CLASS, 40), (3, LEAST_CLASS / 4, 50), (32, LEAST_CLASS_OF_PARTS, 60)] {
+            let mut classes = std::collections::BTreeSet::new();
+            let room = Sizing::Classes { parts };
+            for needed in (1..4u64 << 20).step_by(997) {
+                let bytes = room.table_bytes(needed);
+                assert!(bytes >= needed && bytes <= needed + (needed / 4).max(least), "{needed}: {bytes}");
+                assert!(parts > 1 || room.bytes(needed) == bytes);
+                classes.insert(bytes);
+            }
+            assert!(classes.len() < most, "{parts} parts: {classes:?}");
         }
-        assert!(classes.len() < 40, "{classes:?}");
-        assert_eq!(Sizing::Exact.bytes(5), 5);
+        assert_eq!([Sizing::Exact.bytes(5), Sizing::Exact.table_bytes(5)], [5, 5]);
     }
 }

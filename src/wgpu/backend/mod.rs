@@ -19,8 +19,8 @@ use crate::wgpu::attend::{
 };
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::{
-    Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, Store, Tensor, adapters, buffers, guard,
-    span_bytes, store,
+    Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, SpanReads, Store, Tensor, adapters, buffers,
+    guard, span_bytes, store,
 };
 use crate::wgpu::pack::{
     DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, rotated_window_bytes,
@@ -151,7 +151,7 @@ impl Wgpu {
         let bytes = ScratchBytes { tables: 0, ..bytes };
         let larger = match kept.upgrade() {
             Some(scratch) if scratch.holds(bytes) => return Ok(scratch),
-            Some(scratch) => scratch.grown_to(bytes),
+            Some(scratch) => scratch.bytes().or(bytes),
             None => bytes,
         };
         let scratch = Arc::new(Scratch::new_now(self.device(), larger)?);
@@ -200,6 +200,7 @@ impl Device for Wgpu {
 
 impl Storage for Wgpu {
     type Store = Store;
+    type SpanReads = SpanReads;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
         Store::new(shape, format, &self.capabilities.limits)
@@ -231,6 +232,18 @@ impl Storage for Wgpu {
 
     async fn read_spans(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
         span_bytes::read_all(self.device(), &self.queue, places).await
+    }
+
+    fn begin_reads(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<SpanReads> {
+        SpanReads::begin(self.device(), &self.queue, places)
+    }
+
+    fn have_arrived(&self, reads: &SpanReads) -> Result<bool> {
+        reads.have_arrived(self.device())
+    }
+
+    async fn finish_reads(&self, reads: SpanReads) -> Result<Vec<SpanBytes>> {
+        reads.finish(self.device()).await
     }
 
     fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {

@@ -1,5 +1,8 @@
 //! Buffers: created, filled and read back, with typed errors.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use futures::channel::oneshot;
 
 use super::capabilities::MOST_BINDING_BYTES;
@@ -82,35 +85,78 @@ pub(crate) async fn read_all(device: &wgpu::Device, queue: &wgpu::Queue, places:
     if size == 0 {
         return Ok(Vec::new());
     }
-    let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
-    let staging = create(device, "staging buffer of a download", size, usage).await?;
-    let submission = guard::submit(device, queue, "kvpack download", |encoder| {
-        let mut at = 0;
-        for place in places {
-            encoder.copy_buffer_to_buffer(place.buffer, place.offset, &staging, at, place.bytes);
-            at += place.bytes;
-        }
-    })?;
-    let (sender, receiver) = oneshot::channel();
-    guard::captured_now(device, Request::call("mapping of a download"), || {
-        staging.map_async(wgpu::MapMode::Read, .., move |mapped| {
-            // The receiver is gone only if its future was dropped. Then nobody needs the result.
-            let _ = sender.send(mapped);
-        });
-    })?;
-    guard::wait(device, submission)?;
-    // Either the callback has run, or another thread that polled at the same time is about to run it. A dropped
-    // callback cancels the channel.
-    let mapped = receiver.await;
-    guard::settled(device).await?;
-    if !matches!(mapped, Ok(Ok(()))) {
-        return Err(guard::lost());
+    let staging = create(device, DOWNLOAD, size, DOWNLOADED).await?;
+    Download::submit(device, queue, staging, places)?.finish(device).await
+}
+
+const DOWNLOAD: &str = "staging buffer of a download";
+const DOWNLOADED: wgpu::BufferUsages = wgpu::BufferUsages::MAP_READ.union(wgpu::BufferUsages::COPY_DST);
+
+/// Bytes on their way to the host.
+#[derive(Debug)]
+pub(crate) struct Download {
+    staging: wgpu::Buffer,
+    submission: wgpu::SubmissionIndex,
+    mapped: oneshot::Receiver<std::result::Result<(), wgpu::BufferAsyncError>>,
+    /// Whether the receiver has its message.
+    has_arrived: Arc<AtomicBool>,
+}
+
+impl Download {
+    /// Submits copies of places, of at least a byte together, and waits for nothing.
+    pub(crate) fn begin(device: &wgpu::Device, queue: &wgpu::Queue, places: &[Place<'_>]) -> Result<Self> {
+        let size = places.iter().map(|place| place.bytes).sum();
+        Self::submit(device, queue, create_now(device, DOWNLOAD, size, DOWNLOADED)?, places)
     }
-    let view = staging.get_mapped_range(..).map_err(|error| Error::Gpu { message: error.to_string() })?;
-    let bytes = view.to_vec();
-    drop(view);
-    staging.unmap();
-    Ok(bytes)
+
+    fn submit(device: &wgpu::Device, queue: &wgpu::Queue, staging: wgpu::Buffer, places: &[Place<'_>]) -> Result<Self> {
+        let submission = guard::submit(device, queue, "kvpack download", |encoder| {
+            let mut at = 0;
+            for place in places {
+                encoder.copy_buffer_to_buffer(place.buffer, place.offset, &staging, at, place.bytes);
+                at += place.bytes;
+            }
+        })?;
+        let (sender, mapped) = oneshot::channel();
+        let has_arrived: Arc<AtomicBool> = Arc::default();
+        let note = has_arrived.clone();
+        guard::captured_now(device, Request::call("mapping of a download"), || {
+            staging.map_async(wgpu::MapMode::Read, .., move |mapped| {
+                // The receiver is gone only if the download was dropped. Then nobody needs the result.
+                let _ = sender.send(mapped);
+                note.store(true, Ordering::Release);
+            });
+        })?;
+        Ok(Self { staging, submission, mapped, has_arrived })
+    }
+
+    /// Whether the bytes are on the host, or never will be. Asks the device, and waits for nothing.
+    pub(crate) fn has_arrived(&self, device: &wgpu::Device) -> Result<bool> {
+        if !self.has_arrived.load(Ordering::Acquire) {
+            guard::look(device)?;
+        }
+        Ok(self.has_arrived.load(Ordering::Acquire))
+    }
+
+    /// The bytes. Waits until they are on the host.
+    pub(crate) async fn finish(self, device: &wgpu::Device) -> Result<Vec<u8>> {
+        let Self { staging, submission, mapped, has_arrived } = self;
+        if !has_arrived.load(Ordering::Acquire) {
+            guard::wait(device, submission)?;
+        }
+        // Either the callback has run, or another thread that polled at the same time is about to run it. A dropped
+        // callback cancels the channel.
+        let mapped = mapped.await;
+        guard::settled(device).await?;
+        if !matches!(mapped, Ok(Ok(()))) {
+            return Err(guard::lost());
+        }
+        let view = staging.get_mapped_range(..).map_err(|error| Error::Gpu { message: error.to_string() })?;
+        let bytes = view.to_vec();
+        drop(view);
+        staging.unmap();
+        Ok(bytes)
+    }
 }
 
 /// Waits until all work submitted so far is done, `submission` included.

@@ -116,6 +116,11 @@ pub(crate) fn wait_for_all(device: &wgpu::Device) -> Result<()> {
     poll(device, wgpu::PollType::Wait { submission_index: None, timeout: None })
 }
 
+/// Runs the callbacks of what is done, and waits for nothing. A browser runs them by itself.
+pub(crate) fn look(device: &wgpu::Device) -> Result<()> {
+    poll(device, wgpu::PollType::Poll)
+}
+
 fn poll(device: &wgpu::Device, poll: wgpu::PollType) -> Result<()> {
     // wgpu panics if the driver reports a lost device during the wait. It holds no lock at that point.
     match catch_unwind(AssertUnwindSafe(|| device.poll(poll))) {

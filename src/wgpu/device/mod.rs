@@ -25,5 +25,6 @@ pub use indices::Indices;
 pub use kernels::{Checks, Kernels};
 pub use launch::{Launch, Launches};
 pub use shader::Variant;
+pub use span_bytes::SpanReads;
 pub use store::{Store, StoreBuffer, max_shard_pages};
 pub use tensor::{ElementBinding, Tensor};

@@ -1,7 +1,7 @@
 //! Saves a span as bytes and restores it: page by page the parts of the page, then the span ranges, then the centre of
 //! the sequence.
 
-use super::buffers;
+use super::buffers::{self, Download};
 use super::guard::{self, Request};
 use super::store::{Store, StoreBuffer};
 use crate::Result;
@@ -24,23 +24,79 @@ pub(in crate::wgpu) async fn read_all(
     queue: &wgpu::Queue,
     places: &[(&Store, SpanPlace<'_>)],
 ) -> Result<Vec<SpanBytes>> {
-    places.iter().try_for_each(|(store, _)| store.encoders().check_submitted(device, "reading of pages"))?;
-    let of_spans = places.iter().map(|(store, place)| store.places(*place)).collect::<Result<Vec<_>>>()?;
-    let lengths: Vec<usize> = of_spans.iter().map(|of| of.iter().map(|place| place.bytes as usize).sum()).collect();
-    let mut rest = of_spans.concat();
+    let (lengths, submissions) = places_of(device, places)?;
     let mut bytes = Vec::with_capacity(lengths.iter().sum());
-    let allowed = MOST_AT_ONCE.min(device.limits().max_buffer_size);
-    while !rest.is_empty() {
-        let together: Vec<_> = rest.drain(..how_many(rest.iter().map(|place| place.bytes), allowed)).collect();
+    for together in submissions {
         bytes.extend(buffers::read_all(device, queue, &together).await?);
     }
-    let mut bytes = bytes.as_slice();
-    let of_span = |length| {
+    Ok(by_span(&lengths, &bytes))
+}
+
+/// Contents of places on their way to the host, in staging buffers of as many bytes.
+#[derive(Debug)]
+pub struct SpanReads {
+    lengths: Vec<usize>,
+    downloads: Vec<Download>,
+}
+
+impl SpanReads {
+    /// Submits the copies, in one submission unless they are very many, and waits for nothing.
+    pub(in crate::wgpu) fn begin(
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        places: &[(&Store, SpanPlace<'_>)],
+    ) -> Result<Self> {
+        let (lengths, submissions) = places_of(device, places)?;
+        let begin = |together: &Vec<_>| Download::begin(device, queue, together);
+        Ok(Self { lengths, downloads: submissions.iter().map(begin).collect::<Result<_>>()? })
+    }
+
+    pub(in crate::wgpu) fn have_arrived(&self, device: &wgpu::Device) -> Result<bool> {
+        for download in &self.downloads {
+            if !download.has_arrived(device)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    pub(in crate::wgpu) async fn finish(self, device: &wgpu::Device) -> Result<Vec<SpanBytes>> {
+        let mut bytes = Vec::with_capacity(self.lengths.iter().sum());
+        for download in self.downloads {
+            bytes.extend(download.finish(device).await?);
+        }
+        Ok(by_span(&self.lengths, &bytes))
+    }
+}
+
+/// The bytes of every span, and where they lie in the stores, by submission. No submission is empty.
+///
+/// # Errors
+/// As [`read_all`].
+fn places_of<'a>(
+    device: &wgpu::Device,
+    places: &[(&'a Store, SpanPlace<'_>)],
+) -> Result<(Vec<usize>, Vec<Vec<buffers::Place<'a>>>)> {
+    places.iter().try_for_each(|(store, _)| store.encoders().check_submitted(device, "reading of pages"))?;
+    let of_spans = places.iter().map(|(store, place)| store.places(*place)).collect::<Result<Vec<_>>>()?;
+    let lengths = of_spans.iter().map(|of| of.iter().map(|place| place.bytes as usize).sum()).collect();
+    let mut rest = of_spans.concat();
+    let allowed = MOST_AT_ONCE.min(device.limits().max_buffer_size);
+    let mut submissions = Vec::new();
+    while !rest.is_empty() {
+        let together = how_many(rest.iter().map(|place| place.bytes), allowed);
+        submissions.push(rest.drain(..together).collect());
+    }
+    Ok((lengths, submissions))
+}
+
+fn by_span(lengths: &[usize], mut bytes: &[u8]) -> Vec<SpanBytes> {
+    let of_span = |&length: &usize| {
         let (of_span, others) = bytes.split_at(length);
         bytes = others;
         SpanBytes::new(of_span.to_vec())
     };
-    Ok(lengths.into_iter().map(of_span).collect())
+    lengths.iter().map(of_span).collect()
 }
 
 /// How many of the first lengths together are no more than `allowed`. At least one: a part of a page is never larger

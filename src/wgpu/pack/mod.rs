@@ -28,7 +28,7 @@ pub use quantize::QuantizePlan;
 pub use store_step::{BoundStoreStep, StoreStep};
 pub(super) use tile_call::rows_file;
 pub use write_memory::WriteMemory;
-pub(super) use write_memory::rotated_bytes as rotated_window_bytes;
+pub(super) use write_memory::{rotated_bytes as rotated_window_bytes, rotated_now, table_bytes};
 
 use super::device::Variant;
 

@@ -13,10 +13,9 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct WriteMemory {
     layout: Arc<WriteLayout>,
-    /// Tables of several steps, each at the beginning of a slot.
     table: wgpu::Buffer,
-    /// Bytes of a slot.
-    slot_bytes: u64,
+    /// Where the table of the first slot begins, in bytes.
+    first: u64,
     /// Rotated rows of as many windows as a step may pack, `[window][token][kv_head][channel]`.
     rotated: Option<wgpu::Buffer>,
 }
@@ -27,28 +26,21 @@ impl WriteMemory {
     /// # Errors
     /// [`Error::Limit`] when a buffer is larger than the device binds; [`Error::OutOfMemory`] or [`Error::DeviceLost`].
     pub fn new(device: &wgpu::Device, layout: &Arc<WriteLayout>) -> Result<Self> {
-        Self::with_slots(device, layout, 1)
+        let bytes = table_bytes(layout);
+        check_bytes(device, "the tables of steps in bytes", bytes)?;
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+        let table = buffers::create_now(device, "tables of steps", bytes, usage)?;
+        Ok(Self { layout: layout.clone(), table, first: 0, rotated: rotated_now(device, rotated_bytes(layout))? })
     }
 
-    /// The same with room for the tables of `slots` steps, one after the other.
-    pub(in crate::wgpu) fn with_slots(device: &wgpu::Device, layout: &Arc<WriteLayout>, slots: usize) -> Result<Self> {
-        let limits = KernelLimits::new(&device.limits());
-        let allowed = limits.binding_bytes;
-        let rotated = rotated_bytes(layout);
-        // A layout without stores has no sections, and a buffer has at least one entry.
-        let slot_bytes = (layout.words() as u64 * 4).max(16).next_multiple_of(limits.binding_alignment);
-        let table = slot_bytes.saturating_mul(slots as u64);
-        for (what, needed) in [("the tables of steps in bytes", table), ("rotated windows in bytes", rotated)] {
-            if needed > allowed {
-                let hint = "create a layout with fewer windows and tokens";
-                return Err(Error::Limit { what: what.into(), needed, allowed, hint });
-            }
-        }
-        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
-        let table = buffers::create_now(device, "tables of steps", table, usage)?;
-        let create = || buffers::create_now(device, "rotated windows", rotated, wgpu::BufferUsages::STORAGE);
-        let rotated = if rotated > 0 { Some(create()?) } else { None };
-        Ok(Self { layout: layout.clone(), table, slot_bytes, rotated })
+    /// The same where tables lie in a buffer from byte `first` on, and other layouts use the same memory for rotated
+    /// windows.
+    pub(in crate::wgpu) fn within(
+        layout: &Arc<WriteLayout>,
+        (table, first): (&wgpu::Buffer, u64),
+        rotated: Option<&wgpu::Buffer>,
+    ) -> Self {
+        Self { layout: layout.clone(), table: table.clone(), first, rotated: rotated.cloned() }
     }
 
     /// Writes a table to the device, before the next submission: once per step, whatever the number of layers. It
@@ -57,19 +49,9 @@ impl WriteMemory {
     /// # Errors
     /// [`Error::Plan`] when the table belongs to another layout.
     pub fn write(&self, queue: &wgpu::Queue, table: &WriteTable) -> Result<()> {
-        self.write_slot(queue, table, 0)
-    }
-
-    /// The same for one of several slots.
-    pub(in crate::wgpu) fn write_slot(&self, queue: &wgpu::Queue, table: &WriteTable, slot: usize) -> Result<()> {
         table.check_layout(&self.layout)?;
-        queue.write_buffer(&self.table, u64::from(self.slot_offset(slot)), bytemuck::cast_slice(table.words()));
+        queue.write_buffer(&self.table, self.first, bytemuck::cast_slice(table.words()));
         Ok(())
-    }
-
-    /// Where the table of a slot begins, in bytes: a binding is smaller than 4 GiB.
-    pub(in crate::wgpu) const fn slot_offset(&self, slot: usize) -> u32 {
-        (self.slot_bytes * slot as u64) as u32
     }
 
     /// The layout.
@@ -84,7 +66,8 @@ impl WriteMemory {
 
     /// The table of the first slot.
     pub(super) fn table(&self) -> wgpu::BufferBinding<'_> {
-        wgpu::BufferBinding { buffer: &self.table, offset: 0, size: std::num::NonZeroU64::new(self.slot_bytes) }
+        let size = std::num::NonZeroU64::new(table_bytes(&self.layout));
+        wgpu::BufferBinding { buffer: &self.table, offset: self.first, size }
     }
 
     pub(super) fn rotated(&self) -> Result<wgpu::BufferBinding<'_>> {
@@ -98,6 +81,29 @@ impl WriteMemory {
         }
         Err(Error::Plan { what: "step", reason: "its memory was made for another layout".into() })
     }
+}
+
+/// Bytes of the table of a step. A layout without stores has no sections, and a binding has at least one entry.
+pub(in crate::wgpu) fn table_bytes(layout: &WriteLayout) -> u64 {
+    (layout.words() as u64 * 4).max(16)
+}
+
+/// Memory for rotated windows, if there are any.
+///
+/// # Errors
+/// As [`WriteMemory::new`].
+pub(in crate::wgpu) fn rotated_now(device: &wgpu::Device, bytes: u64) -> Result<Option<wgpu::Buffer>> {
+    check_bytes(device, "rotated windows in bytes", bytes)?;
+    let create = || buffers::create_now(device, "rotated windows", bytes, wgpu::BufferUsages::STORAGE);
+    (bytes > 0).then(create).transpose()
+}
+
+fn check_bytes(device: &wgpu::Device, what: &'static str, needed: u64) -> Result<()> {
+    let allowed = KernelLimits::new(&device.limits()).binding_bytes;
+    if needed <= allowed {
+        return Ok(());
+    }
+    Err(Error::Limit { what: what.into(), needed, allowed, hint: "create a layout with fewer windows and tokens" })
 }
 
 /// Bytes of the rotated rows of as many windows as a step may pack.

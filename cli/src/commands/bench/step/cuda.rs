@@ -57,7 +57,7 @@ fn capture(backend: &Cuda, step: &WrittenStep<'_>, layers: usize) -> Result<Opti
 impl ModelEngine<Cuda> for Engine {
     fn step(&mut self, cache: &mut ModelCache<Cuda>, runs: &[TokenRun]) -> Result<bool> {
         cache.begin_append(runs)?;
-        let step = self.steps.write(&cache.open_steps()?[0])?;
+        let step = self.steps.write(&cache.open_steps()?)?;
         let anew = step.bound_anew();
         if anew || self.graph.is_none() {
             self.graph = capture(&self.backend, &step, self.layers)?.map(|graph| (graph, step.memory()));
@@ -76,7 +76,7 @@ impl ModelEngine<Cuda> for Engine {
 
     async fn measure(&mut self, cache: &mut ModelCache<Cuda>, runs: &[TokenRun]) -> Result<Measured> {
         cache.begin_append(runs)?;
-        let step = self.steps.write(&cache.open_steps()?[0])?;
+        let step = self.steps.write(&cache.open_steps()?)?;
         let time = |launch: &dyn Fn(usize) -> Result<()>| {
             let timing = time_launches(&self.backend, launch, self.layers, WARM_UP, REPLAYS)?;
             let of_all = |time: &Duration| time.as_secs_f64() * self.layers as f64;

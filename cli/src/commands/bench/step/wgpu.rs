@@ -38,7 +38,7 @@ impl TimedModel for Wgpu {
 impl ModelEngine<Wgpu> for Engine {
     fn step(&mut self, cache: &mut ModelCache<Wgpu>, runs: &[TokenRun]) -> Result<bool> {
         cache.begin_append(runs)?;
-        let step = self.steps.write(&cache.open_steps()?[0])?;
+        let step = self.steps.write(&cache.open_steps()?)?;
         let anew = step.bound_anew();
         let mut encoder = self.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -58,8 +58,8 @@ impl ModelEngine<Wgpu> for Engine {
 
     async fn measure(&mut self, cache: &mut ModelCache<Wgpu>, runs: &[TokenRun]) -> Result<Measured> {
         cache.begin_append(runs)?;
-        let (layers, open) = (self.layers, &cache.open_steps()?[0]);
-        let step = self.steps.write(open)?;
+        let layers = self.layers;
+        let step = self.steps.write(&cache.open_steps()?)?;
         let store = |pass: &mut wgpu::ComputePass<'_>| (0..layers).try_for_each(|layer| step.encode_store(layer, pass));
         let attend =
             |pass: &mut wgpu::ComputePass<'_>| (0..layers).try_for_each(|layer| step.encode_attend(layer, pass));

@@ -4,11 +4,11 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::device::encoded::{EncodedStep, EncodedSteps, Submissions};
+use crate::wgpu::device::encoded::{EncodedStep, EncodedSteps, Submissions};
 use crate::{Error, Result};
 
-/// Slots before an engine has been seen to need more.
-const FIRST_SLOTS: usize = 4;
+/// Slots before an engine has been seen to need more: one that the device reads, and one that is written meanwhile.
+const FIRST_SLOTS: usize = 2;
 
 /// Most steps that may be encoded while the device has finished none of them.
 const MOST_SLOTS: usize = 256;

@@ -1,0 +1,115 @@
+//! A step whose tables are on their way to the device.
+
+use super::part::BoundPart;
+use super::step_tables::StepTables;
+use super::{LayerTensors, ModelStep};
+use crate::Result;
+use crate::backend::{LayerPlace, StepLayers, StoredLayers, of_layer};
+use crate::plan::{RowLayout, WriteTable};
+use crate::wgpu::attend::AttendTensors;
+use crate::wgpu::device::Launches;
+use crate::wgpu::device::guard;
+
+/// A step whose tables are written to the queue, ready to be encoded. Layers are counted over all parts of the step, in
+/// the order of their indices in the model: where the step has all layers of a model, a layer's place is its index.
+#[derive(Clone, Debug)]
+pub struct WrittenStep<'a> {
+    pub(super) steps: &'a ModelStep,
+    pub(super) parts: Vec<WrittenPart<'a>>,
+    pub(super) layers: StepLayers,
+    pub(super) slot: usize,
+    pub(super) bound_anew: bool,
+}
+
+/// Layers of the step that share their page tables.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WrittenPart<'a> {
+    pub(super) bound: &'a BoundPart,
+    pub(super) table: &'a WriteTable,
+    /// By layer; none where the part packs no part of a prompt.
+    pub(super) staged: &'a [Launches],
+    pub(super) stored: &'a StoredLayers,
+}
+
+impl WrittenStep<'_> {
+    /// Whether this step allocated memory and built bind groups.
+    pub const fn bound_anew(&self) -> bool {
+        self.bound_anew
+    }
+
+    /// Encodes the writes of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn encode_store(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let (part, place) = self.part(layer)?;
+        let stores = part.bound.store(place)?;
+        self.tables().slots().hold(self.slot, pass);
+        stores.encode_slot(part.table, self.tables().slot_offset(self.slot), pass)?;
+        if let Some(staged) = part.staged.get(place) {
+            staged.encode(pass);
+        }
+        part.stored.mark(part.bound.numbers()[place]);
+        Ok(())
+    }
+
+    /// Encodes the attention of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn encode_attend(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let (part, place) = self.part(layer)?;
+        let attention = part.bound.attention(place)?;
+        self.tables().slots().hold(self.slot, pass);
+        attention.encode_grids(part.bound.plan().grids(), self.tables().slot_offset(self.slot), pass);
+        Ok(())
+    }
+
+    /// Stores and attends in a layer, by its place among the layers of the step. This is for an engine that submits its
+    /// commands itself and whose tensors move from step to step. The rows of keys, values and queries are copied to the
+    /// tensors of the layer, and the outputs from there, all in one submission. It does not wait.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, [`Error::Elements`] or [`Error::Buffer`] when the tensors have
+    /// fewer rows than the step, or cannot be [copied](Tensor::encode_copy); [`Error::NotSubmitted`] when an earlier
+    /// step is encoded and not submitted; [`Error::DeviceLost`].
+    pub fn submit(&self, layer: usize, given: &LayerTensors) -> Result<()> {
+        let ModelStep { backend, rows, layers, tables, .. } = self.steps;
+        tables.slots().check_others_submitted(self.slot, backend.device(), "step of a layer")?;
+        let (plan, own) = (self.part(layer)?.0.bound.plan(), of_layer(layers, layer)?);
+        let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*rows });
+        rows.check("keys", given.keys.elements(), shape)?;
+        rows.check("values", given.values.elements(), shape)?;
+        plan.check_rows(AttendTensors { queries: &given.queries, output: &given.output, lse: None })?;
+        let output = own.output.slice(0, given.output.elements())?;
+        let encode = |encoder: &mut wgpu::CommandEncoder| {
+            given.keys.encode_copy(&own.keys, encoder)?;
+            given.values.encode_copy(&own.values, encoder)?;
+            given.queries.encode_copy(&own.queries, encoder)?;
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            self.encode_store(layer, &mut pass)?;
+            self.encode_attend(layer, &mut pass)?;
+            drop(pass);
+            output.encode_copy(&given.output, encoder)
+        };
+        guard::encode_and_submit(backend.device(), backend.queue(), "layer of a step", encode)
+    }
+
+    /// Number of dispatches of a layer's attention, by its place among the layers of the step.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub fn launches(&self, layer: usize) -> Result<usize> {
+        Ok(self.part(layer)?.0.bound.plan().grids().count())
+    }
+
+    /// The part of a layer, and its place there.
+    fn part(&self, layer: usize) -> Result<(&WrittenPart<'_>, usize)> {
+        let LayerPlace { part, place } = self.layers.place(layer)?;
+        Ok((of_layer(&self.parts, part)?, place))
+    }
+
+    const fn tables(&self) -> &StepTables {
+        &self.steps.tables
+    }
+}
