@@ -9,7 +9,7 @@ use kvpack_weights::checkpoint::WrittenFormat;
 use kvpack_weights::quantize::{ColumnOrder, GptqOptions, Grid, OutOfRange, ScaleType, Symmetry};
 use kvpack_weights::{Bits, GroupSize};
 
-use crate::model::{Calibration, Method, Model, Projection, QuantizedModel};
+use crate::model::{Calibration, Method, Model, Projection, QuantizedModel, Remarks};
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 
@@ -97,7 +97,8 @@ pub fn run(args: &QuantizeArgs) -> Result<Outcome> {
         // Nobody else writes there.
         let _ = fs::remove_dir_all(&args.output);
     }
-    let bits = written?;
+    let (bits, remarks) = written?;
+    print_remarks(&remarks)?;
     say!("wrote {} layers with {bits:.2} bits per weight to {}", model.config.layers, args.output.display())?;
     say!("next: kvpack eval --model {}", args.output.display())?;
     Ok(Outcome::Passed)
@@ -123,8 +124,27 @@ fn read_tokens(args: &QuantizeArgs, model: &Model) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
+/// What GPTQ met.
+fn print_remarks(remarks: &Remarks) -> Result<()> {
+    for (name, damping) in &remarks.damped {
+        say!("{name}: the damping rose to {damping}, because the Hessian had no Cholesky factor")?;
+    }
+    for (name, inputs) in &remarks.dead {
+        say!("{name}: {inputs} inputs were 0 in the whole text; their weights became 0")?;
+    }
+    if remarks.clamped > 0 {
+        say!("{} weights lay outside the range of their group", remarks.clamped)?;
+    }
+    Ok(())
+}
+
 /// Quantises and writes; returns the bits per weight.
-fn quantize(args: &QuantizeArgs, calibration: &Calibration, model: &mut Model, tokens: &[u32]) -> Result<f64> {
+fn quantize(
+    args: &QuantizeArgs,
+    calibration: &Calibration,
+    model: &mut Model,
+    tokens: &[u32],
+) -> Result<(f64, Remarks)> {
     let format = match args.layout {
         Layout::Gptq => WrittenFormat::GptqV2,
         Layout::Awq => WrittenFormat::AwqGemm,
@@ -136,7 +156,7 @@ fn quantize(args: &QuantizeArgs, calibration: &Calibration, model: &mut Model, t
         progress.inc(1);
     });
     progress.finish_and_clear();
-    quantized?;
+    let remarks = quantized?;
     into.write(&args.output, &args.model)?;
-    Ok(into.bits_per_weight())
+    Ok((into.bits_per_weight(), remarks))
 }

@@ -12,8 +12,8 @@ use candle_core::{Device, Tensor};
 use half::f16;
 use kvpack_weights::QuantizedLinear;
 use kvpack_weights::quantize::{
-    AwqOptions, Clip, GptaqOptions, GptqOptions, Hessian, Matrix, PairedHessian, awq_scaled, awq_scales, gptaq, gptq,
-    round_to_nearest,
+    AwqOptions, Clip, GptaqOptions, Gptq, GptqOptions, GptqReport, Hessian, Matrix, PairedHessian, awq_scaled,
+    awq_scales, gptaq, gptq, round_to_nearest,
 };
 
 use super::projections::{Input, Projection};
@@ -41,6 +41,29 @@ pub struct Calibration {
     pub options: GptqOptions,
 }
 
+/// What a user should know of a model that was quantised.
+#[derive(Debug, Default)]
+pub struct Remarks {
+    /// Codes that GPTQ or GPTAQ clamped to the grid.
+    pub clamped: u64,
+    /// Projections whose Hessian needed more damping, and how much.
+    pub damped: Vec<(String, f64)>,
+    /// Projections with inputs that were always 0, and how many.
+    pub dead: Vec<(String, usize)>,
+}
+
+impl Remarks {
+    fn take(&mut self, name: &str, report: &GptqReport, damping: f64) {
+        self.clamped += report.clamped;
+        if report.damping > damping {
+            self.damped.push((name.into(), report.damping));
+        }
+        if report.dead_inputs > 0 {
+            self.dead.push((name.into(), report.dead_inputs));
+        }
+    }
+}
+
 /// Inputs of the projections of a layer, `[tokens, inputs]`.
 type Inputs = BTreeMap<Input, Vec<f32>>;
 
@@ -55,7 +78,8 @@ impl Calibration {
         tokens: &[u32],
         into: &mut QuantizedModel,
         done: &mut dyn FnMut(&str),
-    ) -> Result<()> {
+    ) -> Result<Remarks> {
+        let mut remarks = Remarks::default();
         let mut stream = Stream::new(model, tokens)?;
         let mut full = if self.method == Method::Gptaq { Some(stream.clone()) } else { None };
         for index in 0..model.config.layers {
@@ -63,13 +87,19 @@ impl Calibration {
             let in_full = full.as_mut().map(|full| full.advance(model, index)).transpose()?;
             match self.method {
                 Method::Awq => self.awq(model, index, seen, into, done)?,
-                _ => self.each(model, index, (&seen, in_full.as_ref()), into, done)?,
+                _ => {
+                    let mut quantized = |name: &str, report: Option<&GptqReport>| {
+                        report.into_iter().for_each(|report| remarks.take(name, report, self.options.damping));
+                        done(name);
+                    };
+                    self.each(model, index, (&seen, in_full.as_ref()), into, &mut quantized)?;
+                }
             }
             if self.method != Method::Rtn {
                 stream.advance(model, index)?;
             }
         }
-        Ok(())
+        Ok(remarks)
     }
 
     /// The projections of a layer, each by itself.
@@ -79,7 +109,7 @@ impl Calibration {
         index: usize,
         (seen, full): (&Inputs, Option<&Inputs>),
         into: &mut QuantizedModel,
-        done: &mut dyn FnMut(&str),
+        done: &mut dyn FnMut(&str, Option<&GptqReport>),
     ) -> Result<()> {
         for input in Input::ALL {
             let inputs = model.layer_mut(index).projection(input.projections()[0]).weight().dim(1)?;
@@ -88,16 +118,14 @@ impl Calibration {
                 let name = projection.name(index);
                 let weights = Weights::of(model, index, projection)?;
                 let w = weights.matrix()?;
-                let linear = match &moments {
-                    Moments::None => round_to_nearest(w, &self.options.grid),
-                    Moments::Own(hessian) => gptq(w, hessian, &self.options).map(|quantized| quantized.linear),
-                    Moments::Paired(moments) => {
-                        gptaq(w, moments, &GptaqOptions::new(self.options)).map(|quantized| quantized.linear)
-                    }
+                let quantized = match &moments {
+                    Moments::None => round_to_nearest(w, &self.options.grid).map(|linear| (linear, None)),
+                    Moments::Own(hessian) => gptq(w, hessian, &self.options).map(with_report),
+                    Moments::Paired(moments) => gptaq(w, moments, &GptaqOptions::new(self.options)).map(with_report),
                 };
-                let linear = linear.with_context(|| format!("cannot quantise {name}"))?;
+                let (linear, report) = quantized.with_context(|| format!("cannot quantise {name}"))?;
                 store(model, index, projection, &linear, into)?;
-                done(&name);
+                done(&name, report.as_ref());
             }
         }
         Ok(())
@@ -146,6 +174,10 @@ impl Calibration {
         }
         Ok(())
     }
+}
+
+fn with_report(quantized: Gptq) -> (QuantizedLinear, Option<GptqReport>) {
+    (quantized.linear, Some(quantized.report))
 }
 
 /// Divides an input by scales, in whatever makes it; returns the scales that this came to.
@@ -284,7 +316,8 @@ mod tests {
         let mut into = QuantizedModel::new(format, group);
         let mut done = 0;
         let calibration = Calibration { method, options };
-        calibration.quantize(&mut model, &tokens, &mut into, &mut |_| done += 1).unwrap();
+        let remarks = calibration.quantize(&mut model, &tokens, &mut into, &mut |_| done += 1).unwrap();
+        assert!(remarks.damped.is_empty() && remarks.dead.is_empty(), "{remarks:?}");
         assert_eq!(done, 7 * model.config.layers);
         // Scales and zeros of 32 weights have 16 bits and those of a code.
         assert!((into.bits_per_weight() - f64::from(bits.count()) * (1.0 + 1.0 / 32.0) - 0.5).abs() < 1e-9);
@@ -324,5 +357,18 @@ mod tests {
         let [rtn, gptq, gptaq, awq] = [Method::Rtn, Method::Gptq, Method::Gptaq, Method::Awq].map(error);
         println!("{rtn} {gptq} {gptaq} {awq}");
         assert!(gptq < 0.8 * rtn && gptaq < 0.8 * rtn && awq < 0.95 * rtn, "{rtn} {gptq} {gptaq} {awq}");
+    }
+
+    /// A text of one token repeated gives a Hessian of rank 1 in the first layer.
+    #[test]
+    fn remarks_name_what_needed_damping() {
+        let (_gguf, mut model) = tiny::model("remarks");
+        let group = GroupSize::Inputs(32);
+        let grid = Grid { bits: Bits::Four, group, symmetry: Symmetry::Asymmetric, scales: ScaleType::F16 };
+        let options = GptqOptions { damping: 1e-19, ..GptqOptions::new(grid) };
+        let mut into = QuantizedModel::new(WrittenFormat::GptqV2, group);
+        let calibration = Calibration { method: Method::Gptq, options };
+        let remarks = calibration.quantize(&mut model, &[5; 8], &mut into, &mut |_| ()).unwrap();
+        assert!(remarks.damped.iter().any(|(name, damping)| name == "blk.0.attn_q" && *damping > 1e-19), "{remarks:?}");
     }
 }
