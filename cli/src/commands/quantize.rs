@@ -50,7 +50,7 @@ pub struct QuantizeArgs {
     /// The text [default: the bundled chapters of Alice in Wonderland].
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// Tokens of the text that are read.
+    /// Tokens of the text that are read, in sequences of 2048.
     #[arg(long, default_value_t = 2048)]
     tokens: usize,
 }
@@ -119,7 +119,6 @@ fn read_tokens(args: &QuantizeArgs, model: &Model) -> Result<Vec<u32>> {
             args.tokens
         );
     }
-    model.check_context(args.tokens)?;
     tokens.truncate(args.tokens);
     Ok(tokens)
 }

@@ -258,31 +258,38 @@ impl Moments {
     }
 }
 
-/// The residual stream of a text before a layer, in chunks.
+/// Tokens of the sequences that a text is cut into, where the model's context has that many.
+const SEQUENCE_TOKENS: usize = 2048;
+
+/// The residual streams of the sequences of a text before a layer, in chunks.
 #[derive(Clone)]
 struct Stream {
-    chunks: Vec<Tensor>,
+    sequences: Vec<Vec<Tensor>>,
 }
 
 impl Stream {
     fn new(model: &Model, tokens: &[u32]) -> Result<Self> {
-        Ok(Self { chunks: tokens.chunks(CHUNK_TOKENS).map(|chunk| model.embedded(chunk)).collect::<Result<_>>()? })
+        let embedded = |sequence: &[u32]| sequence.chunks(CHUNK_TOKENS).map(|chunk| model.embedded(chunk)).collect();
+        let sequences = tokens.chunks(SEQUENCE_TOKENS.min(model.config.context).max(1));
+        Ok(Self { sequences: sequences.map(embedded).collect::<Result<_>>()? })
     }
 
     /// Runs through a layer; returns what its projections took.
     fn advance(&mut self, model: &Model, index: usize) -> Result<Inputs> {
-        let mut attention = ExactAttention::new(&model.config);
         let mut inputs = Inputs::new();
-        let mut position = 0;
-        for chunk in &mut self.chunks {
-            let tokens = chunk.dim(0)?;
-            let rotations = model.rotations(position, tokens)?;
-            let mut watch = |input: Input, x: &Tensor| -> Result<()> {
-                inputs.entry(input).or_default().extend(x.flatten_all()?.to_vec1::<f32>()?);
-                Ok(())
-            };
-            *chunk = model.layer(index, chunk, &rotations, &mut attention, &mut watch)?;
-            position += tokens;
+        let mut watch = |input: Input, x: &Tensor| -> Result<()> {
+            inputs.entry(input).or_default().extend(x.flatten_all()?.to_vec1::<f32>()?);
+            Ok(())
+        };
+        for sequence in &mut self.sequences {
+            let mut attention = ExactAttention::new(&model.config);
+            let mut position = 0;
+            for chunk in sequence {
+                let tokens = chunk.dim(0)?;
+                let rotations = model.rotations(position, tokens)?;
+                *chunk = model.layer(index, chunk, &rotations, &mut attention, &mut watch)?;
+                position += tokens;
+            }
         }
         Ok(inputs)
     }
@@ -370,5 +377,15 @@ mod tests {
         let calibration = Calibration { method: Method::Gptq, options };
         let remarks = calibration.quantize(&mut model, &[5; 8], &mut into, &mut |_| ()).unwrap();
         assert!(remarks.damped.iter().any(|(name, damping)| name == "blk.0.attn_q" && *damping > 1e-19), "{remarks:?}");
+    }
+
+    /// A text longer than the context is cut: both halves of a repeated text give the same inputs.
+    #[test]
+    fn long_texts_are_cut_into_sequences() {
+        let (_gguf, model) = tiny::model("sequences");
+        let sequence = tiny::tokens(&model, model.config.context);
+        let inputs = |tokens: &[u32]| Stream::new(&model, tokens).unwrap().advance(&model, 0).unwrap();
+        let (once, twice) = (inputs(&sequence), inputs(&[&sequence[..], &sequence[..]].concat()));
+        assert_eq!(twice[&Input::Down], [&once[&Input::Down][..], &once[&Input::Down][..]].concat());
     }
 }
