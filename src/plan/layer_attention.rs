@@ -97,3 +97,20 @@ impl LayerAttention {
         self.scoring.as_ref().map_or(Ok(()), |scoring| scoring.check(shape))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of two windows the shorter one holds, whoever asks for it.
+    #[test]
+    fn the_shorter_window_holds() {
+        let layer = LayerAttention::default().with_window(20);
+        let visible = |visible| layer.visible(&QueryRun::new(0, 3, visible)).unwrap();
+        for (asked, seen) in [(9, 9), (20, 20), (31, 20)] {
+            assert_eq!(visible(Visible::Window { left: asked }), Visible::Window { left: seen });
+            let spans = |left| Visible::Spans { left: Some(left), spans: [0..2, 3..4].into() };
+            assert_eq!(visible(spans(asked)), spans(seen));
+        }
+    }
+}
