@@ -12,6 +12,7 @@ use crate::{Error, Result};
 mod attend;
 mod blocks;
 mod cut;
+#[cfg(feature = "wgpu")]
 mod grown;
 mod layer_attention;
 mod pages;

@@ -35,7 +35,7 @@ fn finish_scores(item: WorkItem, tile: u32, lane: u32) {
         let bits = min(item.scores + tile * 4u, arrayLength(&page_table) - 4u);
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            if ((page_table[bits + i] >> lane & 1u) == 0u) {
+            if (((page_table[bits + i] >> lane) & 1u) == 0u) {
                 // unroll
                 for (var head = 0u; head < HEADS; head++) {
                     token_scores[head * LANE_TOKENS + i] = LOWEST;

@@ -16,7 +16,7 @@ impl ModelStep {
     /// prompts in chunks.
     ///
     /// # Errors
-    /// As [`AttendStep::new`], and [`Error::Gpu`] when the device refuses a kernel.
+    /// As [`AttendStep::new`], and [`Error::Gpu`](crate::Error::Gpu) when the device refuses a kernel.
     pub async fn prepare(&self, of: impl StepKinds) -> Result<()> {
         self.prepare_runs(&of.step_kinds(), |_| vec![QueryRun::decode(0)], &[1, MANY_TILES]).await
     }

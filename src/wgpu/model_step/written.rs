@@ -40,7 +40,7 @@ impl WrittenStep<'_> {
     /// Encodes the writes of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer.
+    /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
     pub fn encode_store(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let (part, place) = self.part(layer)?;
         let stores = part.bound.store(place)?;
@@ -56,7 +56,7 @@ impl WrittenStep<'_> {
     /// Encodes the attention of a layer, by its place among the layers of the step. Does not submit, wait or allocate.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer.
+    /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
     pub fn encode_attend(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let (part, place) = self.part(layer)?;
         let attention = part.bound.attention(place)?;
@@ -70,9 +70,10 @@ impl WrittenStep<'_> {
     /// tensors of the layer, and the outputs from there, all in one submission. It does not wait.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer, [`Error::Elements`] or [`Error::Buffer`] when the tensors have
-    /// fewer rows than the step, or cannot be [copied](Tensor::encode_copy); [`Error::NotSubmitted`] when an earlier
-    /// step is encoded and not submitted; [`Error::DeviceLost`].
+    /// [`Error::Plan`](crate::Error::Plan) when there is no such layer, [`Error::Elements`](crate::Error::Elements) or
+    /// [`Error::Buffer`](crate::Error::Buffer) when the tensors have fewer rows than the step, or cannot be
+    /// [copied](crate::wgpu::Tensor::encode_copy); [`Error::NotSubmitted`](crate::Error::NotSubmitted) when an earlier
+    /// step is encoded and not submitted; [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn submit(&self, layer: usize, given: &LayerTensors) -> Result<()> {
         let ModelStep { backend, rows, layers, tables, .. } = self.steps;
         tables.slots().check_others_submitted(self.slot, backend.device(), "step of a layer")?;
@@ -98,7 +99,7 @@ impl WrittenStep<'_> {
     /// Number of dispatches of a layer's attention, by its place among the layers of the step.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer.
+    /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
     pub fn launches(&self, layer: usize) -> Result<usize> {
         Ok(self.part(layer)?.0.bound.plan().grids().count())
     }
