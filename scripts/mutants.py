@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plants every mistake that cargo-mutants knows in src/cache, src/plan and src/policy, and tells which lived.
+"""Plants mistakes of the kinds that cargo-mutants knows in src/cache, src/plan and src/policy, and tells which lived.
 
     mutants.py build FOLDER                one build with all mistakes, each behind a switch, and the tests of the CPU
     mutants.py reach FOLDER                runs each test alone and notes which mistakes it reaches
@@ -29,10 +29,10 @@ PROCESSORS = int(os.environ.get("KVPACK_MUTANT_JOBS", os.cpu_count()))
 
 def build(folder):
     copy = folder / "sources"
-    planter = ["cargo", "run", "--quiet", "--locked", "--release", "--manifest-path", "lab/mutants/Cargo.toml", "--"]
-    planter = subprocess.run(planter[:1] + ["build"] + planter[2:-1] + ["--message-format=json"],
-                             check=True, capture_output=True, text=True).stdout
-    planter = next(json.loads(line)["executable"] for line in planter.splitlines() if '"executable":"/' in line)
+    command = ["cargo", "build", "--locked", "--release", "--manifest-path", "lab/mutants/Cargo.toml",
+               "--message-format=json"]
+    messages = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    planter = next(json.loads(line)["executable"] for line in messages if '"executable":"/' in line)
     files = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True).stdout.split("\n")
     without = folder / "without.txt"
     without.touch()
@@ -122,7 +122,7 @@ def run(folder, first=0, last=1 << 30):
             try:
                 done = subprocess.run([folder / test["program"], "--exact", test["test"], "--test-threads=1"],
                                       capture_output=True, timeout=10 * test["seconds"] + 5,
-                                      env={**os.environ, "KVPACK_PLANTED": str(number), "PROPTEST_FAILURE_PERSISTENCE": "off"})
+                                      env={**os.environ, "KVPACK_PLANTED": str(number)})
                 failed = done.returncode != 0
             except subprocess.TimeoutExpired:
                 failed = True

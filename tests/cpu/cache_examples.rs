@@ -11,7 +11,7 @@ fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()
 }
 
-/// Rows of so many tokens.
+/// Keys or values of `tokens` tokens.
 fn rows(tokens: usize) -> CpuTensor {
     CpuTensor::F32(vec![0.25; tokens * shape().kv_heads() * shape().head_dim()])
 }

@@ -82,7 +82,9 @@ pub fn run(args: &QuantizeArgs) -> Result<Outcome> {
         out_of_range: if args.no_clipping { OutOfRange::Widened } else { OutOfRange::Clamped },
         ..GptqOptions::new(grid)
     };
-    if args.output.exists() {
+    // An interrupted run leaves an empty folder.
+    let is_free = !args.output.exists() || fs::read_dir(&args.output).is_ok_and(|mut files| files.next().is_none());
+    if !is_free {
         bail!("{} exists; name a new folder", args.output.display());
     }
     let mut model = Model::load(&args.model)?;
@@ -91,7 +93,7 @@ pub fn run(args: &QuantizeArgs) -> Result<Outcome> {
     }
     let tokens = read_tokens(args, &model)?;
     // Before minutes are spent.
-    fs::create_dir(&args.output).with_context(|| format!("cannot make the folder {}", args.output.display()))?;
+    fs::create_dir_all(&args.output).with_context(|| format!("cannot make the folder {}", args.output.display()))?;
     let written = quantize(args, &Calibration { method: args.method, options }, &mut model, &tokens);
     if written.is_err() {
         // Nobody else writes there.

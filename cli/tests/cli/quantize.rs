@@ -16,6 +16,8 @@ fn a_quantised_model_is_evaluated_and_writes() {
     let folder = folder("quantised");
     let output = folder.to_str().unwrap();
     let quantize = |options: &[&str]| kvpack(&[&["quantize", MODEL, "-o", output, "--group", "32"], options].concat());
+    // What an interrupted run leaves.
+    std::fs::create_dir(&folder).unwrap();
     let run = quantize(&["--bits", "8", "--tokens", "64"]);
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     assert!(run.out.contains("bits per weight"), "{}", run.out);

@@ -227,7 +227,7 @@ fn header_length(name: &str, given: u64, length: u64) -> Result<usize> {
     Ok(given as usize)
 }
 
-/// The shape of a tensor that must have so many axes.
+/// The shape of a tensor. A tensor with another number of axes is refused.
 fn axes<const N: usize>(name: &str, info: &TensorInfo) -> Result<[usize; N]> {
     let wrong = |_| {
         let reason = format!("its shape is {:?}; it needs {N} axes", info.shape);
