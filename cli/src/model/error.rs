@@ -4,10 +4,7 @@
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// The file cannot be opened or read.
-    #[error(
-        "it cannot be read: {reason}. scripts/fetch-model.sh fetches the default model; any other GGUF file can be named \
-         with --model"
-    )]
+    #[error("it cannot be read: {reason}. scripts/fetch-model.sh fetches the default model, or name another GGUF file")]
     Unreadable {
         /// The operating system's reason.
         reason: std::io::Error,
