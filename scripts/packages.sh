@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-packages=(kvpack kvpack-report kvpack-weights kvpack-cli)
+packages=(kvpack-device kvpack kvpack-report kvpack-weights kvpack-cli)
 chosen=()
 for package in "${packages[@]}"; do chosen+=(-p "$package"); done
 

@@ -108,7 +108,6 @@ mod counts;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-mod error;
 pub mod format;
 pub mod plan;
 pub mod policy;
@@ -117,8 +116,8 @@ pub mod wgpu;
 
 pub use backend::Backend;
 pub use cache::{KvCache, Recipe};
-pub use error::{Error, Result};
 pub use format::{AttentionShape, Bits, Calibration, SegmentFormat, TILE_TOKENS};
+pub use kvpack_device::{Error, Result};
 
 /// Compiles the examples of the README.
 #[cfg(all(doctest, feature = "wgpu"))]

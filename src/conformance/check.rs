@@ -212,3 +212,31 @@ impl Check {
         }
     }
 }
+
+impl<B: Backend> kvpack_device::Check<B> for Check {
+    type Report = Report;
+
+    fn name(&self) -> &str {
+        self.name()
+    }
+
+    fn kind(&self) -> &'static str {
+        self.kind().name()
+    }
+
+    fn is_quick(&self) -> bool {
+        self.is_quick()
+    }
+
+    fn subject(&self) -> String {
+        self.subject()
+    }
+
+    async fn run(&self, backend: &B) -> Result<Report> {
+        self.run(backend).await
+    }
+
+    fn failure(report: &Report) -> Option<String> {
+        (!report.passed()).then(|| report.reason())
+    }
+}

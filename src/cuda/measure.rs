@@ -1,5 +1,6 @@
 //! Times work by the clock of the device.
 
+use crate::cuda::sources::SOURCES;
 use std::time::Duration;
 
 use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
@@ -135,7 +136,7 @@ pub fn read_bandwidth(backend: &Cuda, bytes: usize) -> Result<f64> {
     let words: Vec<u32> = (0..count).map(|i| i.wrapping_mul(PATTERN)).collect();
     let memory = Memory::upload(backend.stream(), "memory to read", bytemuck::cast_slice(&words))?;
     let sum = Memory::zeroed(backend.stream(), "sum of a bandwidth measurement", 4)?;
-    let program = Program { files: PROGRAM, defines: Vec::new() };
+    let program = Program { sources: &SOURCES, files: PROGRAM, defines: Vec::new() };
     let function = backend.kernels().function(&program, "read_bandwidth")?;
     let grid = (8 * backend.kernels().facts().multiprocessors) as u32;
     let config = LaunchConfig { grid_dim: (grid, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
@@ -175,7 +176,7 @@ fn words_to_read(blocks: usize) -> Result<u32> {
 pub fn compute_guard(backend: &Cuda) -> Result<Duration> {
     let grid = 2 * backend.kernels().facts().multiprocessors;
     let results = Memory::zeroed(backend.stream(), "results of the guard", grid * 256 * 4)?;
-    let program = Program { files: PROGRAM, defines: Vec::new() };
+    let program = Program { sources: &SOURCES, files: PROGRAM, defines: Vec::new() };
     let function = backend.kernels().function(&program, "compute_guard")?;
     let config = LaunchConfig { grid_dim: (grid as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
     let to = results.address();

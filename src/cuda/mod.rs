@@ -51,11 +51,13 @@
 
 mod attend;
 mod backend;
+mod cache;
 mod device;
 mod measure;
 mod model_step;
 mod pack;
 mod select;
+mod sources;
 
 pub use attend::attend_step::{AttendStep, AttendTensors};
 pub use attend::launch::BoundAttendStep;

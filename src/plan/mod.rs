@@ -31,9 +31,10 @@ pub use crate::counts::{MOST_LAYERS, MOST_TOKENS};
 pub use attend::{AttendPlan, PlannedSpan, SpanView, StoreFormat, StorePart, StoreView};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use blocks::BlockQueries;
+pub use kvpack_device::{ElementType, Elements};
 pub use layer_attention::LayerAttention;
 pub use pages::{Page, PageAllocator};
-pub use rows::{ElementType, Elements, QueryLayout, RowLayout, TokenRange};
+pub use rows::{QueryLayout, RowLayout, TokenRange};
 pub use runs::{PlannedRun, QueryRun};
 pub use scoring::Scoring;
 pub use split::Split;

@@ -2,6 +2,8 @@
 //!
 //! Browsers round both clocks, by up to 0.1 ms. In a browser, time many runs [together](Repeats::together).
 
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use std::time::Duration;
 
 use web_time::Instant;
@@ -221,7 +223,12 @@ fn bind_read_bandwidth(kernels: &Kernels, input: &Tensor, sum: &wgpu::Buffer, bl
     let most = u64::from(kernels.device().limits().max_compute_workgroups_per_dimension);
     let rows = blocks.div_ceil(most);
     let buffers = [("words", input.binding()), ("sum", sum.as_entire_buffer_binding())];
-    Launch::new(kernels, &Variant::new("read_bandwidth"), &buffers, [blocks.div_ceil(rows) as u32, rows as u32, 1])
+    planned(
+        kernels,
+        &Variant::new(&SHADERS, "read_bandwidth"),
+        &buffers,
+        [blocks.div_ceil(rows) as u32, rows as u32, 1],
+    )
 }
 
 async fn check_sum(backend: &Wgpu, launch: &Launch, sum: &wgpu::Buffer, words: &[u32]) -> Result<()> {
@@ -259,8 +266,8 @@ impl ComputeGuard {
         let bytes = u64::from(GUARD_WORKGROUPS) * 128 * 4;
         let results = buffers::create_now(backend.device(), "compute guard", bytes, wgpu::BufferUsages::STORAGE)?;
         let buffers = [("results", results.as_entire_buffer_binding())];
-        let variant = Variant::new("compute_guard");
-        Launch::new(backend.kernels(), &variant, &buffers, [GUARD_WORKGROUPS, 1, 1]).map(Self)
+        let variant = Variant::new(&SHADERS, "compute_guard");
+        planned(backend.kernels(), &variant, &buffers, [GUARD_WORKGROUPS, 1, 1]).map(Self)
     }
 
     /// Times the guard without gaps for a tenth of a second or a little more. A device that was idle raises its clock
@@ -279,7 +286,7 @@ impl ComputeGuard {
 
 /// Every variant that measurements use.
 pub(crate) fn variants() -> Vec<Variant> {
-    vec![Variant::new("read_bandwidth"), Variant::new("compute_guard")]
+    vec![Variant::new(&SHADERS, "read_bandwidth"), Variant::new(&SHADERS, "compute_guard")]
 }
 
 #[cfg(test)]

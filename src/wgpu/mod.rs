@@ -34,11 +34,14 @@
 
 mod attend;
 mod backend;
+mod cache;
 mod device;
 pub mod measure;
 mod model_step;
 mod pack;
+mod planned;
 mod select;
+mod sources;
 
 pub use attend::{AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan};
 pub use backend::Wgpu;

@@ -6,6 +6,9 @@ use std::path::Path;
 /// The rooms whose functions need no device.
 const ROOMS: [&str; 6] = ["backend", "cache", "cpu", "format", "plan", "policy"];
 
+/// Files of the device layer whose functions need no device, and the rooms that re-export them.
+const RE_EXPORTED: [(&str, &str); 1] = [("plan", "../device/src/element.rs")];
+
 /// Types of numbers.
 const NUMBERS: [&str; 9] = ["usize", "u64", "u32", "i64", "i32", "u8", "u16", "f32", "f64"];
 
@@ -14,7 +17,8 @@ const HOLDERS: [&str; 4] = ["Rotation", "TokenRun", "QueryRun", "CoordinateDensi
 
 /// Their names: room, type and function.
 pub fn with_numbers() -> BTreeSet<String> {
-    let files = ROOMS.map(|room| sources(Path::new(room)));
+    let re_exported = |room| RE_EXPORTED.into_iter().filter(move |(by, _)| *by == room).map(|(_, path)| read(path));
+    let files = ROOMS.map(|room| sources(Path::new(room)).into_iter().chain(re_exported(room)).collect::<Vec<_>>());
     let numbers = types_of_numbers(files.iter().flatten().map(|(_, text)| text.as_str()));
     let mut found = BTreeSet::new();
     for (room, files) in ROOMS.iter().zip(&files) {
@@ -77,6 +81,12 @@ pub fn sources(room: &Path) -> Vec<(String, String)> {
     let mut files = Vec::new();
     list(&root, room, &mut files);
     files
+}
+
+/// A file, by its path from `src`, and what it holds.
+fn read(path: &str) -> (String, String) {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(path);
+    (path.to_owned(), std::fs::read_to_string(file).unwrap())
 }
 
 fn list(root: &Path, folder: &Path, files: &mut Vec<(String, String)>) {

@@ -311,7 +311,7 @@ fn retired_names_are_gone() {
     let retired = retired();
     assert!(retired.len() > 10, "{retired:?}");
     let mut faults = Vec::new();
-    for path in rust_files(&root().join("src")) {
+    for path in ["src", "device/src"].into_iter().flat_map(|folder| rust_files(&root().join(folder))) {
         let code = fs::read_to_string(&path).expect("a readable file");
         let file = name(&path);
         faults.extend(retired.iter().filter(|name| uses(&file, &code, name)).map(|name| format!("{file}: {name}")));

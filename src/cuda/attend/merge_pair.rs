@@ -1,5 +1,6 @@
 //! Kernel `merge_pair`: merges the states of the same queries over two sets of tokens.
 
+use crate::cuda::sources::SOURCES;
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
 use crate::backend::AttentionStates;
@@ -30,7 +31,7 @@ unsafe impl DeviceRepr for MergeCall {}
 
 /// The program of the kernel.
 pub(in crate::cuda) fn program() -> Program {
-    Program { files: &["merge_pair.cu"], defines: Vec::new() }
+    Program { sources: &SOURCES, files: &["merge_pair.cu"], defines: Vec::new() }
 }
 
 /// Merges two parts of `rows` rows of states each into `joined`, which is other memory.

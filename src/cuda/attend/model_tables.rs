@@ -1,6 +1,7 @@
 //! The tables of a step of attention for all layers of a model. They are written once, with addresses of every layer's
 //! own pages.
 
+use crate::cuda::sources::SOURCES;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
@@ -125,7 +126,7 @@ impl ModelTables {
 
     /// The sources of [`PAGE_ADDRESSES`].
     pub fn program() -> Program {
-        Program { files: &["page_addresses.cu"], defines: Vec::new() }
+        Program { sources: &SOURCES, files: &["page_addresses.cu"], defines: Vec::new() }
     }
 
     /// The tables of a layer, by segment.

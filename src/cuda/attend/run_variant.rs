@@ -1,5 +1,6 @@
 //! How `attend_run`, the kernel for many queries of a run, is compiled for a format on a device.
 
+use crate::cuda::sources::SOURCES;
 use cudarc::driver::CudaFunction;
 
 use super::logits::Logits;
@@ -189,7 +190,7 @@ impl RunVariant {
             ("QUERIES", 2),
         ]);
         defines.extend(self.logits.defines());
-        Program { files: &["attend_run.cu", "merge_run.cu"], defines }
+        Program { sources: &SOURCES, files: &["attend_run.cu", "merge_run.cu"], defines }
     }
 
     /// Shared memory of tiles, which outputs occupy afterwards.

@@ -1,5 +1,6 @@
 //! Kernel `uncentre_lse`: log-sum-exps over centred keys become those over the keys.
 
+use crate::cuda::sources::SOURCES;
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
 use crate::backend::RowCentres;
@@ -36,7 +37,7 @@ unsafe impl DeviceRepr for UncentreCall {}
 
 /// The program of the kernel.
 pub(in crate::cuda) fn program() -> Program {
-    Program { files: &["uncentre_lse.cu"], defines: Vec::new() }
+    Program { sources: &SOURCES, files: &["uncentre_lse.cu"], defines: Vec::new() }
 }
 
 /// Adds `scale · q·m` to log-sum-exps `[rows, query_heads]`; row `i` has its centre in slot `centres.slots[i]` of

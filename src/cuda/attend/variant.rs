@@ -1,5 +1,6 @@
 //! How `attend` is compiled for a format on a device.
 
+use crate::cuda::sources::SOURCES;
 use cudarc::driver::CudaFunction;
 
 use super::logits::Logits;
@@ -208,7 +209,7 @@ impl AttendVariant {
             ("SCORE_PASS", pass as usize),
         ]);
         defines.extend(self.logits.defines());
-        Program { files: &["attend.cu"], defines }
+        Program { sources: &SOURCES, files: &["attend.cu"], defines }
     }
 
     /// Shared memory of the rings, where the warps' sums are merged afterwards: those of minimums next to those of

@@ -10,6 +10,7 @@ use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
+use crate::cuda::sources::SOURCES;
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
@@ -188,7 +189,7 @@ impl AttentionStatsPlan {
         let f32s = |elements| Tensor::zeroed(stream, elements, ElementType::F32);
         let sum_grid = [head_rows.div_ceil(SUM_THREADS as usize), 1];
         let sums = |cut: &Cut| SumCall { rows: head_rows as u32, parts: cut.parts as u32, ..SumCall::default() };
-        let sum_program = Program { files: SUM_PROGRAM, defines: Vec::new() };
+        let sum_program = Program { sources: &SOURCES, files: SUM_PROGRAM, defines: Vec::new() };
         let sum_kernel = |name| Kernel { program: &sum_program, name, grid: sum_grid, block: SUM_THREADS, shared: 0 };
         let call = |cut: &Cut| self.call(cut, queries, keys, &positions);
         let mut launches = Vec::new();
@@ -306,7 +307,7 @@ impl AttentionStatsPlan {
     ) -> Program {
         let mut all = cut.tile.defines([(queries, &self.queries), (keys, &self.keys)]);
         all.extend(defines);
-        Program { files, defines: all }
+        Program { sources: &SOURCES, files, defines: all }
     }
 
     fn kernel<'a>(&self, program: &'a Program, name: &'static str, cut: &Cut, pass: Pass) -> Kernel<'a> {
@@ -332,7 +333,7 @@ mod tests {
         let shape = AttentionShape::new(32, 8, 128).unwrap();
         let queries = AttentionShape::new(32, 32, 128).unwrap();
         let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: None };
-        let program = Program { files: SUM_PROGRAM, defines: Vec::new() };
+        let program = Program { sources: &SOURCES, files: SUM_PROGRAM, defines: Vec::new() };
         for (rows, tokens) in [(1, 1), (50, 32768), (32768, 32768), (4096, 1 << 20)] {
             let layouts = [RowLayout::token_major(rows, &queries), RowLayout::token_major(tokens, &shape)];
             let positions = QueryPositions::last(rows, tokens).unwrap();

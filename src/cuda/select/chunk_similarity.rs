@@ -5,6 +5,7 @@ use super::{check_index, check_output};
 use crate::cuda::Cuda;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
+use crate::cuda::sources::SOURCES;
 use crate::plan::ElementType;
 use crate::policy::check_widths;
 use crate::{Error, Result};
@@ -76,7 +77,7 @@ impl ChunkSimilarityPlan {
             width: self.width as u32,
             count: self.chunks as u32,
         };
-        let program = Program { files: &["select/chunk_similarity.cu"], defines: Vec::new() };
+        let program = Program { sources: &SOURCES, files: &["select/chunk_similarity.cu"], defines: Vec::new() };
         let grid = [(self.chunks * 32).div_ceil(THREADS as usize), 1];
         let kernel = Kernel { program: &program, name: "chunk_similarity", grid, block: THREADS, shared: 0 };
         let memory = [query.memory(), chunks.memory(), similarities.memory()];

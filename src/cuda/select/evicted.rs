@@ -6,6 +6,7 @@ use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::indices::Indices;
 use crate::cuda::device::program::Program;
+use crate::cuda::sources::SOURCES;
 use crate::plan::IndexShape;
 
 /// Threads of a block.
@@ -52,7 +53,7 @@ impl EvictedPlan {
         check_indices("positions of evicted tokens", evicted, heads, self.evicted.count())?;
         let (tokens, count) = (self.kept.below(), self.kept.count() as u32);
         let call = EvictedCall { kept: kept.address(), evicted: evicted.address(), tokens, count };
-        let program = Program { files: &["select/evicted.cu"], defines: Vec::new() };
+        let program = Program { sources: &SOURCES, files: &["select/evicted.cu"], defines: Vec::new() };
         let grid = [(tokens as usize).div_ceil(THREADS as usize), heads];
         let kernel = Kernel { program: &program, name: "evicted", grid, block: THREADS, shared: 0 };
         Ok(Launches::new(vec![Launch::new(backend, kernel, &call, &[kept.memory(), evicted.memory()])?]))

@@ -9,6 +9,7 @@ use crate::cuda::device::indices::Indices;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
+use crate::cuda::sources::SOURCES;
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::Merging;
@@ -149,13 +150,14 @@ impl MergePlan {
         ];
         let facts = backend.kernels().facts();
         let tile = KeyTile::new(facts, head_dim, [keys.element_type(); 2], GroupWarps::Wide);
-        let program = Program { files: NEAREST_PROGRAM, defines: tile.defines([(keys, &self.rows); 2]) };
+        let program =
+            Program { sources: &SOURCES, files: NEAREST_PROGRAM, defines: tile.defines([(keys, &self.rows); 2]) };
         let of_keys = [shared.as_slice(), &[keys.memory()]].concat();
         let grid = [(heads * self.kept * 32).div_ceil(NORM_THREADS as usize), 1];
         let norms = Kernel { program: &program, name: "kept_norms", grid, block: NORM_THREADS, shared: 0 };
         let grid = [self.evicted.div_ceil(tile.block_rows()), heads];
         let search = Kernel { program: &program, name: "nearest_kept", grid, block: tile.threads(), shared: 0 };
-        let of_members = Program { files: MEMBERS_PROGRAM, defines: Vec::new() };
+        let of_members = Program { sources: &SOURCES, files: MEMBERS_PROGRAM, defines: Vec::new() };
         let grid = [self.kept.div_ceil(MEMBER_TILE), heads];
         let list = Kernel { program: &of_members, name: "merge_members", grid, block: MEMBER_THREADS, shared: 0 };
         let mut launches = vec![
@@ -186,6 +188,6 @@ impl MergePlan {
             ("ROWS_ALIGNED", usize::from(aligned(rows, &self.rows))),
             ("MERGING", merging),
         ];
-        Program { files: &["select/merge_tokens.cu"], defines }
+        Program { sources: &SOURCES, files: &["select/merge_tokens.cu"], defines }
     }
 }

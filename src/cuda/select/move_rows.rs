@@ -6,6 +6,7 @@ use crate::cuda::Cuda;
 use crate::cuda::device::indices::Indices;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
+use crate::cuda::sources::SOURCES;
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::policy::check_order;
@@ -147,7 +148,7 @@ impl Moves {
             unused: 0,
         };
         let defines = vec![("HEAD_DIM", self.shape.head_dim()), ("ELEMENT_BYTES", rows.element_type().bytes())];
-        let program = Program { files: &["select/gather.cu"], defines };
+        let program = Program { sources: &SOURCES, files: &["select/gather.cu"], defines };
         let grid = [self.elements().div_ceil(THREADS as usize), 1];
         let kernel = Kernel { program: &program, name, grid, block: THREADS, shared: 0 };
         let memory = [rows.memory(), indices.memory(), moved.memory()];

@@ -7,6 +7,7 @@ use crate::cuda::Cuda;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
+use crate::cuda::sources::SOURCES;
 use crate::plan::ElementType;
 use crate::policy::{ScoreRequest, ScoreTables};
 use crate::{Error, Result};
@@ -82,7 +83,8 @@ impl TokenScoresPlan {
             half_width: tables.half_width as u32,
             unused: 0,
         };
-        let program = Program { files: &["select/token_scores.cu"], defines: tables.constants.to_vec() };
+        let program =
+            Program { sources: &SOURCES, files: &["select/token_scores.cu"], defines: tables.constants.to_vec() };
         let grid = [tables.tokens.div_ceil(TILE), self.kv_heads];
         let kernel = Kernel { program: &program, name: "token_scores", grid, block: THREADS, shared: 0 };
         let memory = [sums.memory(), scores.memory(), &rows, &boundaries, not_numbers.memory()];

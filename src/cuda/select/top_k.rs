@@ -6,6 +6,7 @@ use crate::cuda::Cuda;
 use crate::cuda::device::indices::Indices;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
+use crate::cuda::sources::SOURCES;
 use crate::plan::{ElementType, IndexShape};
 use crate::{Error, Result};
 
@@ -78,7 +79,7 @@ impl TopKPlan {
             held: held as u32,
             unused: 0,
         };
-        let program = Program { files: &["select/top_k.cu"], defines: Vec::new() };
+        let program = Program { sources: &SOURCES, files: &["select/top_k.cu"], defines: Vec::new() };
         let shared = held * size_of::<f32>();
         let kernel =
             Kernel { program: &program, name: "top_k", grid: [self.chosen.kv_heads(), 1], block: THREADS, shared };

@@ -12,9 +12,11 @@ use crate::plan::{
     AttendPlan, BlockQueries, Dispatch, ElementType, ItemMask, PlannedRun, QueryLayout, Scoring, StorePart, StoreWork,
     Work,
 };
-use crate::wgpu::device::capabilities::MERGING_STORAGE_BUFFERS;
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
+
+/// Storage buffers of `attend` when it merges states itself.
+const MERGING_STORAGE_BUFFERS: u32 = 10;
 
 /// Number of neighbouring queries that every segment's kernel can take together, if a run has several: as many as
 /// `attend_run` takes, if every segment supports it and a run is long enough, otherwise as many as `attend` takes.

@@ -11,6 +11,8 @@
 //! queries together); and one `merge_states`, unless the last workgroup of `attend` merges. Each launch waits for the
 //! previous one, which costs more than the work of small ones.
 
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use std::sync::Arc;
 
 use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
@@ -23,8 +25,7 @@ use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreWork, Work};
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard;
-use crate::wgpu::device::shader::is_table;
-use crate::wgpu::device::{Capabilities, Kernels, Launch, Launches, Store, Tensor, Variant};
+use crate::wgpu::device::{Capabilities, Kernels, Launches, Store, Tensor, Variant};
 use crate::{Error, Result};
 
 /// A step of attention for one device, fully decided.
@@ -311,11 +312,11 @@ impl AttendStep {
                     .buffers
                     .iter()
                     .map(|&(name, slot)| {
-                        debug_assert_eq!(is_table(name), matches!(slot, Slot::Tables(_)), "{name}");
+                        debug_assert_eq!(SHADERS.is_table(name), matches!(slot, Slot::Tables(_)), "{name}");
                         Ok((name, buffers.binding(slot)?))
                     })
                     .collect::<Result<Vec<_>>>()?;
-                Launch::new(kernels, &launch.variant, &bindings, grid)
+                planned(kernels, &launch.variant, &bindings, grid)
             })
             .collect::<Result<_>>()?;
         // On a lost device wgpu creates unusable bind groups without an error.

@@ -5,6 +5,8 @@ use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::ElementType;
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, flat_grid};
 use crate::wgpu::device::{Kernels, Launch, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Merges attention states. The plan decides everything except the tensors.
@@ -67,12 +69,12 @@ impl MergePairPlan {
             ("lse", joined.lse.binding()),
         ];
         let grid = flat_grid(heads as u64 * u64::from(FLAT_WORKGROUP), &kernels.device().limits())?;
-        Launch::new(kernels, &self.variant(), &buffers, grid)
+        planned(kernels, &self.variant(), &buffers, grid)
     }
 }
 
 fn variant_of(head_dim: usize) -> Variant {
-    Variant::new("merge_pair").constant("HEAD_DIM", head_dim)
+    Variant::new(&SHADERS, "merge_pair").constant("HEAD_DIM", head_dim)
 }
 
 /// Every variant that a plan uses.

@@ -5,6 +5,7 @@ use super::specialisation::INVOCATIONS;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
+use crate::wgpu::sources::SHADERS;
 
 /// Whether the log-sum-exp is returned in addition to the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +47,7 @@ pub(super) fn merge_states(
     merged: MergedStates,
     has_sinks: bool,
 ) -> Variant {
-    let variant = Variant::new("merge_states")
+    let variant = Variant::new(&SHADERS, "merge_states")
         .constant("HEAD_DIM", shape.head_dim())
         .constant("QUERY_HEADS", shape.query_heads())
         .constant("MERGED_HEADS", merged.heads(shape))

@@ -9,13 +9,14 @@ use crate::format::{Bits, Direction};
 use crate::plan::{ElementType, ItemMask};
 use crate::wgpu::device::Variant;
 use crate::wgpu::pack::hadamard::{DirectedRotation, with_turn};
+use crate::wgpu::sources::SHADERS;
 
 impl AttendRecipe {
     /// The kernel.
     pub fn variant(&self) -> Variant {
         match self {
             Self::Attend { work, scores, logits, values, softmax, merge } => {
-                let variant = logits.put(scores.put(work.put(Variant::new("attend"))));
+                let variant = logits.put(scores.put(work.put(Variant::new(&SHADERS, "attend"))));
                 let variant = put_merge(put_softmax(values.put(variant, work.head_dim), *softmax), *merge);
                 let variant = put_numbering(variant, scores.exchange(), values.exchange());
                 // Queries and output may be parts of one buffer of the engine, for example if it allocates from large
@@ -26,12 +27,12 @@ impl AttendRecipe {
                 }
             }
             Self::Matrix { work, query_parts, query } => query
-                .put(work.put(Variant::new("attend_matrix")))
+                .put(work.put(Variant::new(&SHADERS, "attend_matrix")))
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
             Self::Run { work, rows, keys, key_vector, values, rotation, arrivals } => {
-                let variant = rows.put(work.put(Variant::new("attend_run"))).with_f16().with_matrices();
+                let variant = rows.put(work.put(Variant::new(&SHADERS, "attend_run"))).with_f16().with_matrices();
                 let variant = put_run_codes(variant, [*keys, *values], *key_vector);
                 let variant = match rotation {
                     None => variant,
@@ -45,9 +46,10 @@ impl AttendRecipe {
                     RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals/ahead.wgsl"),
                 }
             }
-            Self::Scores { work, scores } => scores.put(work.put(Variant::new("scores"))),
+            Self::Scores { work, scores } => scores.put(work.put(Variant::new(&SHADERS, "scores"))),
             Self::WeightedValues { work, tau, values, softmax, merge } => {
-                let variant = work.put(Variant::new("weighted_values")).float("TAU_1", tau.0).float("TAU_2", tau.1);
+                let variant =
+                    work.put(Variant::new(&SHADERS, "weighted_values")).float("TAU_1", tau.0).float("TAU_2", tau.1);
                 let variant = put_merge(put_softmax(values.put(variant, work.head_dim), *softmax), *merge);
                 put_numbering(variant, Exchange::Memory, values.exchange())
             }

@@ -5,6 +5,7 @@ use crate::format::{Direction, TileLayout};
 use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
 use crate::wgpu::pack::hadamard::{DirectedRotation, with_sketch, with_turn};
+use crate::wgpu::sources::SHADERS;
 
 impl Specialisation<'_> {
     /// The kernel that prepares queries of `input` elements, and resets `extremes` if a segment has some.
@@ -22,7 +23,7 @@ impl Specialisation<'_> {
     /// A kernel that prepares rows of queries of `input` elements.
     pub(super) fn put_rows(&self, kernel: &'static str, input: ElementType) -> Variant {
         let layout = TileLayout::of(&self.format.key, self.shape.head_dim());
-        let variant = Variant::new(kernel)
+        let variant = Variant::new(&SHADERS, kernel)
             .constant("HEAD_DIM", self.shape.head_dim())
             .constant("KV_HEADS", self.shape.kv_heads())
             .constant("QUERY_HEADS", self.shape.query_heads())

@@ -6,6 +6,8 @@ use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::ElementType;
 use crate::wgpu::device::launch::flat_grid;
 use crate::wgpu::device::{Kernels, Launch, Store, Tensor, Variant, buffers};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Adds `scale · q·m` to log-sum-exps: decided, but for the tensors. One dispatch.
@@ -78,12 +80,12 @@ impl UncentreLsePlan {
             ("lse", lse.binding()),
         ];
         let grid = flat_grid(lse.elements() as u64, &limits)?;
-        Launch::new(kernels, &self.variant(queries.element_type()), &buffers, grid)
+        planned(kernels, &self.variant(queries.element_type()), &buffers, grid)
     }
 }
 
 fn variant_of(head_dim: usize, queries: ElementType) -> Variant {
-    Variant::new("uncentre_lse").constant("HEAD_DIM", head_dim).import("input", input_file(queries))
+    Variant::new(&SHADERS, "uncentre_lse").constant("HEAD_DIM", head_dim).import("input", input_file(queries))
 }
 
 /// Every variant that a plan uses.

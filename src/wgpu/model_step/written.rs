@@ -61,7 +61,9 @@ impl WrittenStep<'_> {
         let (part, place) = self.part(layer)?;
         let attention = part.bound.attention(place)?;
         self.tables().slots().hold(self.slot, pass);
-        attention.encode_grids(part.bound.plan().grids(), self.tables().slot_offset(self.slot), pass);
+        let (grids, tables) = (part.bound.plan().grids(), self.tables().slot_offset(self.slot));
+        // SAFETY: The grids are those of the step's own plan, and its tables lie in the slot (docs/in-bounds.md, A3, A6).
+        unsafe { attention.encode_grids(grids, tables, pass) };
         Ok(())
     }
 

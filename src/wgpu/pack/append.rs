@@ -10,6 +10,7 @@ use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, NormRule, 
 use crate::plan::{ElementType, TableSection};
 use crate::wgpu::device::launch::FLAT_WORKGROUP;
 use crate::wgpu::device::{StoreBuffer, Variant};
+use crate::wgpu::sources::SHADERS;
 
 /// Tokens of a step for one shard of a store: one dispatch for keys and values, or one for each if the device binds too
 /// few buffers. Tokens of one page may share words of values. Their threads change such words bit by bit.
@@ -112,7 +113,7 @@ pub(super) fn of_windows(shape: &AttentionShape, format: &TensorFormat, which: K
 
 /// Contiguous rows that were already checked, into listed places.
 pub(super) fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue, rows: RowsKind) -> Variant {
-    let variant = Variant::new("append").constant("HEAD_DIM", shape.head_dim());
+    let variant = Variant::new(&SHADERS, "append").constant("HEAD_DIM", shape.head_dim());
     let variant = match which {
         KeyOrValue::Key => variant,
         KeyOrValue::Value => variant.import("words", "pack/words/of_value.wgsl"),

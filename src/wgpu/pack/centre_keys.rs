@@ -6,6 +6,8 @@ use crate::Result;
 use crate::format::{Direction, HEAD_DIMS, Rotation};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 
 /// Writes `call.tokens` rows of every KV head, starting at `call.first_token`, into `[tokens, kv_heads, head_dim]`.
 /// Subtracts the centre in slot `centre` of the store, and rotates the rows if `rotation` is given.
@@ -23,12 +25,12 @@ pub(super) fn centre(
     let call = TileCall { total: total as u32, range_slot: centre as u32, ..call }.upload(kernels.device(), &[])?;
     let own = [("call", call.as_entire_buffer_binding()), ("output", output), ("centres", store.centres_binding()?)];
     let buffers: Vec<_> = own.into_iter().chain(rows.bindings()).collect();
-    Launch::new(kernels, &variant, &buffers, grid)
+    planned(kernels, &variant, &buffers, grid)
 }
 
 /// The variant of [`centre`].
 pub(super) fn variant_of(head_dim: usize, rotation: Option<Rotation>, rows: RowsKind) -> Variant {
-    let variant = with_rows(Variant::new("centre_keys").constant("HEAD_DIM", head_dim), rows);
+    let variant = with_rows(Variant::new(&SHADERS, "centre_keys").constant("HEAD_DIM", head_dim), rows);
     match rotation {
         None => variant,
         Some(rotation) => {

@@ -6,6 +6,7 @@ use crate::Result;
 use crate::format::KeyOrValue;
 use crate::plan::TableSection;
 use crate::wgpu::device::{StoreBuffer, Variant};
+use crate::wgpu::sources::SHADERS;
 
 /// Copies from one shard of a store to another or the same one: one dispatch for each part of a page.
 pub(super) fn bind_copies(bind: &Binder<'_>, store: usize, [from, to]: [u32; 2]) -> Result<Vec<WriteLaunch>> {
@@ -46,7 +47,7 @@ fn bind_part(
 
 /// Within one shard, or from one to another.
 fn variant(within: bool) -> Variant {
-    let variant = Variant::new("copy_page").import("places", "pack/places/copies.wgsl");
+    let variant = Variant::new(&SHADERS, "copy_page").import("places", "pack/places/copies.wgsl");
     if within { variant } else { variant.import("source", "pack/source/other.wgsl") }
 }
 

@@ -10,6 +10,8 @@ use crate::format::{AttentionShape, Direction, KeyOrValue, Rotation, SegmentForm
 use crate::plan::{ElementType, Page};
 use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
 use crate::wgpu::device::{Kernels, Store, StoreBuffer, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Decodes the keys and the values of a span into dense f32 rows `[kv_heads, tokens, head_dim]`. The plan decides
@@ -128,7 +130,7 @@ impl DequantizePlan {
             ("output", output.binding()),
         ];
         buffers.extend(store.ranges_binding(shard.shard, which)?.map(|ranges| ("ranges", ranges)));
-        Launch::new(kernels, variant, &buffers, grid)
+        planned(kernels, variant, &buffers, grid)
     }
 }
 
@@ -144,8 +146,10 @@ fn stages(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Vec<Stag
     let Some(sketched) = format.sketched() else {
         return vec![Stage { variant: variant_of(format, which, head_dim), back: rotation() }];
     };
-    let of =
-        |field| tile_call::with_layout(Variant::new("dequantize"), format.element_bits(), which).import("field", field);
+    let of = |field| {
+        tile_call::with_layout(Variant::new(&SHADERS, "dequantize"), format.element_bits(), which)
+            .import("field", field)
+    };
     let signs = of("pack/field/sketch.wgsl").float("SKETCH_LEVEL", sketch_level(head_dim));
     let levels = with_level_fields(of("pack/field/codebook.wgsl"), sketched, head_dim).constant("ADDS", 1);
     vec![
@@ -155,7 +159,7 @@ fn stages(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Vec<Stag
 }
 
 fn variant_of(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Variant {
-    let variant = tile_call::with_layout(Variant::new("dequantize"), format.element_bits(), which);
+    let variant = tile_call::with_layout(Variant::new(&SHADERS, "dequantize"), format.element_bits(), which);
     tile_call::with_fields(variant, format, head_dim)
 }
 

@@ -5,6 +5,8 @@ use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
 use crate::plan::{ElementType, RowLayout};
 use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Tensor, Variant, buffers};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Elements that an invocation checks, unless there are more than a dispatch can reach.
@@ -83,7 +85,7 @@ impl FindNonFinitePlan {
             ("first", found.as_entire_buffer_binding()),
         ];
         let grid = flat_grid(self.elements.div_ceil(ELEMENTS_PER_INVOCATION), &device.limits())?;
-        let launch = Launch::new(kernels, &variant_of(tensor.element_type()), &bindings, grid)?;
+        let launch = planned(kernels, &variant_of(tensor.element_type()), &bindings, grid)?;
         Ok(FindNonFinite { launch, found })
     }
 
@@ -99,7 +101,7 @@ impl FindNonFinitePlan {
 }
 
 fn variant_of(element_type: ElementType) -> Variant {
-    tile_call::with_rows(Variant::new("find_non_finite"), element_type.into())
+    tile_call::with_rows(Variant::new(&SHADERS, "find_non_finite"), element_type.into())
 }
 
 /// Every variant that a plan uses.

@@ -6,6 +6,8 @@ use crate::format::{AttentionShape, Direction, HEAD_DIMS, KeyOrValue, Rotation, 
 use crate::plan::{ElementType, RowLayout};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use crate::wgpu::device::{Kernels, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Rotates the rows of a dense tensor, forward or inverse. One dispatch. The plan decides everything except the
@@ -127,11 +129,11 @@ fn launch(
     let call = TileCall { total: total as u32, ..call }.upload(kernels.device(), &[])?;
     let buffers: Vec<_> =
         std::iter::once(("call", call.as_entire_buffer_binding())).chain(buffers.iter().cloned()).collect();
-    Launch::new(kernels, variant, &buffers, grid)
+    planned(kernels, variant, &buffers, grid)
 }
 
 fn variant(head_dim: usize, turn: DirectedRotation) -> Variant {
-    with_turn(Variant::new("hadamard").constant("HEAD_DIM", head_dim), turn, head_dim)
+    with_turn(Variant::new(&SHADERS, "hadamard").constant("HEAD_DIM", head_dim), turn, head_dim)
 }
 
 /// The constants of `common/rotate_row.wgsl`.

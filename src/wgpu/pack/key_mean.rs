@@ -7,6 +7,8 @@ use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
 use crate::plan::{ElementType, TableSection};
 use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Writes the mean of some keys into a slot of a store's centres. One dispatch. The plan decides everything except the
@@ -61,7 +63,7 @@ impl KeyMeanPlan {
         let grid = flat_grid(total as u64, &kernels.device().limits())?;
         let own = [("call", call.as_entire_buffer_binding()), ("centres", store.centres_binding()?)];
         let buffers: Vec<_> = own.into_iter().chain(bound.bindings()).collect();
-        Launch::new(kernels, &variant_of(keys.element_type()), &buffers, grid)
+        planned(kernels, &variant_of(keys.element_type()), &buffers, grid)
     }
 }
 
@@ -87,7 +89,7 @@ pub(super) fn bind_centres(bind: &Binder<'_>, store: usize) -> Result<WriteLaunc
 
 /// The mean of the tokens of a call.
 fn variant_of(keys: ElementType) -> Variant {
-    with_rows(Variant::new("key_mean"), keys.into())
+    with_rows(Variant::new(&SHADERS, "key_mean"), keys.into())
 }
 
 /// The means that a step's table lists.

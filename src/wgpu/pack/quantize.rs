@@ -14,6 +14,8 @@ use crate::format::{
 use crate::plan::{ElementType, RowLayout, Rows, TokenIndices, TokenRange};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use crate::wgpu::device::{ElementBinding, Indices, Kernels, Store, StoreBuffer, Tensor, Variant, buffers};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 
 /// Tokens of one channel that one invocation of `ranges_span_extremes` reads.
 const CHUNK: usize = 64;
@@ -336,7 +338,7 @@ impl Source<'_> {
         for rows in self.rows.bindings() {
             buffers.push(rows);
         }
-        Launch::new(self.kernels, variant, &buffers, grid)
+        planned(self.kernels, variant, &buffers, grid)
     }
 
     fn format(&self) -> &TensorFormat {
@@ -345,7 +347,7 @@ impl Source<'_> {
 }
 
 pub(super) fn quantize(format: &TensorFormat, which: KeyOrValue, rows: RowsKind, head_dim: usize) -> Variant {
-    let variant = tile_call::with_layout(Variant::new("quantize"), format.element_bits(), which);
+    let variant = tile_call::with_layout(Variant::new(&SHADERS, "quantize"), format.element_bits(), which);
     tile_call::with_rows(tile_call::with_fields(variant, format, head_dim), rows)
 }
 
@@ -354,10 +356,10 @@ pub(super) fn tile_ranges(format: &TensorFormat, rows: RowsKind) -> Option<Varia
     let variant = match format {
         TensorFormat::F16 => return None,
         TensorFormat::Affine(_) if format.has_span_ranges() => return None,
-        TensorFormat::Affine(affine) => tile_call::with_range_rule(Variant::new("ranges_tile"), format)
+        TensorFormat::Affine(affine) => tile_call::with_range_rule(Variant::new(&SHADERS, "ranges_tile"), format)
             .constant("BITS", affine.bits.count() as usize)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
-        TensorFormat::Codebook(_) => Variant::new("norms_tile"),
+        TensorFormat::Codebook(_) => Variant::new(&SHADERS, "norms_tile"),
     };
     Some(tile_call::with_rows(variant, rows))
 }
@@ -365,7 +367,7 @@ pub(super) fn tile_ranges(format: &TensorFormat, rows: RowsKind) -> Option<Varia
 /// The kernel that divides norms by those of the levels, if the format renormalises.
 fn renormalize(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Option<Variant> {
     let TensorFormat::Codebook(codebook) = format else { return None };
-    let variant = tile_call::with_layout(Variant::new("renormalize"), format.element_bits(), which);
+    let variant = tile_call::with_layout(Variant::new(&SHADERS, "renormalize"), format.element_bits(), which);
     (codebook.norms == NormRule::Renormalized).then(|| with_level_fields(variant, codebook, head_dim))
 }
 
@@ -391,13 +393,13 @@ impl SpanRangesEntry {
 }
 
 fn ranges_span(format: &TensorFormat, rows: RowsKind, entry: SpanRangesEntry) -> Variant {
-    let variant = Variant::new("ranges_span").entry(entry.name()).constant("BITS", format.element_bits());
+    let variant = Variant::new(&SHADERS, "ranges_span").entry(entry.name()).constant("BITS", format.element_bits());
     tile_call::with_rows(tile_call::with_range_rule(variant.constant("CHUNK", CHUNK), format), rows)
 }
 
 /// The kernel that computes the ranges of pages that are spans of their own.
 pub(super) fn ranges_window(format: &TensorFormat, rows: RowsKind) -> Variant {
-    let variant = Variant::new("ranges_window").constant("BITS", format.element_bits());
+    let variant = Variant::new(&SHADERS, "ranges_window").constant("BITS", format.element_bits());
     tile_call::with_rows(tile_call::with_range_rule(variant, format), rows)
 }
 

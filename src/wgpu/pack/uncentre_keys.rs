@@ -5,6 +5,8 @@ use crate::Result;
 use crate::format::{KeyOrValue, TensorFormat};
 use crate::wgpu::device::launch::{Launch, flat_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 
 /// Adds the centre in slot `centre` to rows `[kv_heads, tokens, head_dim]`, in place.
 pub(super) fn uncentre(
@@ -25,10 +27,10 @@ pub(super) fn uncentre(
     let grid = flat_grid(total, &kernels.device().limits())?;
     let buffers =
         [("call", call.as_entire_buffer_binding()), ("output", rows.binding()), ("centres", store.centres_binding()?)];
-    Launch::new(kernels, &variant(), &buffers, grid)
+    planned(kernels, &variant(), &buffers, grid)
 }
 
 /// The variant of [`uncentre`].
 pub(super) fn variant() -> Variant {
-    Variant::new("uncentre_keys")
+    Variant::new(&SHADERS, "uncentre_keys")
 }

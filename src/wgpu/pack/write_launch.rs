@@ -7,6 +7,8 @@ use crate::backend::WriteInput;
 use crate::plan::{TableSection, WriteLayout, WriteTable};
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, flat_grid, folded_grid};
 use crate::wgpu::device::{Kernels, Store, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// The resources that launches of a step are bound to.
@@ -46,7 +48,7 @@ impl<'a> Binder<'a> {
         let arguments = [kernel.call.upload(device, &[])?, other.call.upload(device, &[])?];
         let [call, other_call] = arguments.each_ref().map(|buffer| ("call", buffer.as_entire_buffer_binding()));
         let others = other.buffers.into_iter().chain([other_call]);
-        let others: Vec<_> = others.map(|(name, buffer)| (Variant::other_buffer(name), buffer)).collect();
+        let others: Vec<_> = others.map(|(name, buffer)| (SHADERS.other_buffer(name), buffer)).collect();
         let others = others.iter().map(|(name, buffer)| (name.as_str(), buffer.clone()));
         let buffers: Vec<_> = kernel.buffers.into_iter().chain([call]).chain(others).collect();
         self.bind(&kernel.variant.beside(other.variant), kernel.call.shards, &buffers, 2, of)
@@ -61,7 +63,7 @@ impl<'a> Binder<'a> {
         (section, per_entry): (TableSection, u64),
     ) -> Result<WriteLaunch> {
         let [x, y, _] = flat_grid(self.layout.capacity(section) as u64 * per_entry, &self.limits)?;
-        let launch = Launch::new(self.kernels, variant, buffers, [x, y, kernel_count])?;
+        let launch = planned(self.kernels, variant, buffers, [x, y, kernel_count])?;
         Ok(WriteLaunch { launch, section, shards, per_entry, kernel_count })
     }
 }
@@ -91,7 +93,9 @@ impl WriteLaunch {
         if table.names_shards(self.section, self.shards) {
             let invocations = table.count(self.section) as u64 * self.per_entry;
             let [x, y, _] = folded_grid(invocations.div_ceil(u64::from(FLAT_WORKGROUP)), most);
-            self.launch.encode_grid(pass, [x, y, self.kernel_count], offset);
+            // SAFETY: The kernels compare their number with the entries of the table, and keep all checks, because they
+            // bind the table of a step (docs/in-bounds.md, A3).
+            unsafe { self.launch.encode_grid(pass, [x, y, self.kernel_count], offset) };
         }
     }
 }

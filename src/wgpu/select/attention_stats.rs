@@ -7,9 +7,11 @@ use crate::Result;
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
-use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
+use crate::wgpu::device::launch::{Launches, flat_grid};
 use crate::wgpu::device::{Capabilities, ElementBinding, Kernels, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 
 /// Keys of a tile, `RESIDENT` in `resident_rows.wgsl`.
 const TILE_KEYS: usize = 128;
@@ -177,11 +179,11 @@ impl AttentionStatsPlan {
         let cut = self.uses_matrices(keys);
         let mut variants: Vec<Variant> = cut.iter().map(|cut| cut.prepare_variant(queries)).collect();
         if self.request.rows == RowStatsSource::Measured {
-            variants.extend([self.row_variant(cut.as_ref(), queries, keys), Variant::new("sum_partials")]);
+            variants.extend([self.row_variant(cut.as_ref(), queries, keys), Variant::new(&SHADERS, "sum_partials")]);
         }
         variants.push(self.column_variant(cut.as_ref(), queries, keys));
         if self.log_threshold.is_some() {
-            variants.push(Variant::new("sum_counts"));
+            variants.push(Variant::new(&SHADERS, "sum_counts"));
         }
         variants
     }
@@ -233,7 +235,7 @@ impl AttentionStatsPlan {
                 let made = [("prepared", rows.binding()), ("units", units.binding())];
                 let read = [call_binding.clone(), ("queries", query_rows.buffer.clone())];
                 let buffers = [read.as_slice(), &made].concat();
-                launches.push(Launch::new(kernels, &cut.prepare_variant(query_type), &buffers, cut.prepare_grid())?);
+                launches.push(planned(kernels, &cut.prepare_variant(query_type), &buffers, cut.prepare_grid())?);
                 [[call_binding, ("keys", key_rows.buffer.clone())], made].concat()
             }
             _ => vec![call_binding, ("rows", key_rows.buffer.clone()), ("queries", query_rows.buffer.clone())],
@@ -249,14 +251,14 @@ impl AttentionStatsPlan {
                 let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
                 let variant = self.row_variant(cut.as_ref(), query_type, key_type);
                 let buffers = [inputs.as_slice(), &[("partials", partials.binding())]].concat();
-                launches.push(Launch::new(kernels, &variant, &buffers, grid)?);
+                launches.push(planned(kernels, &variant, &buffers, grid)?);
                 let buffers = [
                     ("call", sum_call.as_entire_buffer_binding()),
                     ("partials", partials.binding()),
                     ("row_max", max.binding()),
                     ("row_lse", lse.binding()),
                 ];
-                launches.push(Launch::new(kernels, &Variant::new("sum_partials"), &buffers, sum_grid)?);
+                launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_partials"), &buffers, sum_grid)?);
                 (Some(max), lse)
             }
             (source, _) => return Err(source.mismatch()),
@@ -277,7 +279,7 @@ impl AttentionStatsPlan {
             buffers.extend([("row_max", max.binding()), ("count_partials", partials.binding())]);
         }
         let variant = self.column_variant(cut.as_ref(), query_type, key_type);
-        launches.push(Launch::new(kernels, &variant, &buffers, grid)?);
+        launches.push(planned(kernels, &variant, &buffers, grid)?);
         let counts = match counted {
             None => None,
             Some((_, partials, counts)) => {
@@ -286,7 +288,7 @@ impl AttentionStatsPlan {
                     ("partials", partials.binding()),
                     ("counts", counts.binding()),
                 ];
-                launches.push(Launch::new(kernels, &Variant::new("sum_counts"), &buffers, sum_grid)?);
+                launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_counts"), &buffers, sum_grid)?);
                 Some(counts)
             }
         };
@@ -361,7 +363,7 @@ fn most_parts(shape: &AttentionShape, rows: &QueryPositions) -> usize {
 }
 
 fn row_variant(head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
-    typed(Variant::new("attention_row_stats"), head_dim, queries, keys)
+    typed(Variant::new(&SHADERS, "attention_row_stats"), head_dim, queries, keys)
 }
 
 fn column_variant(
@@ -371,7 +373,7 @@ fn column_variant(
     queries: ElementType,
     keys: ElementType,
 ) -> Variant {
-    let variant = typed(Variant::new("attention_column_stats"), head_dim, queries, keys);
+    let variant = typed(Variant::new(&SHADERS, "attention_column_stats"), head_dim, queries, keys);
     let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
     if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
 }
@@ -382,7 +384,7 @@ fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementT
 
 /// Every variant that a plan uses.
 pub(super) fn variants() -> Vec<Variant> {
-    let mut found = vec![Variant::new("sum_partials"), Variant::new("sum_counts")];
+    let mut found = vec![Variant::new(&SHADERS, "sum_partials"), Variant::new(&SHADERS, "sum_counts")];
     for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {
         for (j, keys) in ElementType::ALL.into_iter().enumerate() {
             let queries = ElementType::ALL[(i + j) % 3];

@@ -4,9 +4,11 @@ use super::{check_index, check_output, queries_file};
 use crate::Result;
 use crate::plan::ElementType;
 use crate::policy::check_widths;
-use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
+use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launches, flat_grid};
 use crate::wgpu::device::{Kernels, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 
 /// Cosine similarities between a query's embedding and chunk embeddings, for engines whose embeddings are on the
 /// device. One dispatch. The plan decides everything except the buffers.
@@ -88,12 +90,12 @@ impl ChunkSimilarityPlan {
         ];
         let grid = flat_grid(self.chunks as u64 * u64::from(FLAT_WORKGROUP), &limits)?;
         let variant = variant_of(query.element_type(), chunks.element_type());
-        Ok([Launch::new(kernels, &variant, &buffers, grid)?].into_iter().collect())
+        Ok([planned(kernels, &variant, &buffers, grid)?].into_iter().collect())
     }
 }
 
 fn variant_of(query: ElementType, chunks: ElementType) -> Variant {
-    Variant::new("chunk_similarity").import("rows", rows_file(chunks)).import("queries", queries_file(query))
+    Variant::new(&SHADERS, "chunk_similarity").import("rows", rows_file(chunks)).import("queries", queries_file(query))
 }
 
 /// Every variant that a plan uses.

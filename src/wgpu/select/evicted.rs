@@ -3,8 +3,10 @@
 use super::check_indices;
 use crate::Result;
 use crate::plan::IndexShape;
-use crate::wgpu::device::launch::{Launch, Launches};
+use crate::wgpu::device::launch::Launches;
 use crate::wgpu::device::{Indices, Kernels, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 
 /// Invocations of a workgroup.
 const INVOCATIONS: u32 = 256;
@@ -51,13 +53,13 @@ impl EvictedPlan {
         let buffers =
             [("call", call.as_entire_buffer_binding()), ("kept", kept.binding()), ("others", evicted.binding())];
         let grid = [self.kept.below().div_ceil(INVOCATIONS), heads as u32, 1];
-        Ok([Launch::new(kernels, &Variant::new("evicted"), &buffers, grid)?].into_iter().collect())
+        Ok([planned(kernels, &Variant::new(&SHADERS, "evicted"), &buffers, grid)?].into_iter().collect())
     }
 }
 
 /// The only variant.
 pub(super) fn variants() -> Vec<Variant> {
-    vec![Variant::new("evicted")]
+    vec![Variant::new(&SHADERS, "evicted")]
 }
 
 #[cfg(test)]

@@ -8,6 +8,8 @@ use crate::policy::Merging;
 use crate::wgpu::device::launch::{FLAT_WORKGROUP, Launch, Launches, flat_grid};
 use crate::wgpu::device::{Indices, Kernels, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Evicted tokens of a workgroup of `nearest_kept`, `RESIDENT` in `resident_rows.wgsl`.
@@ -137,7 +139,7 @@ impl MergePlan {
         let variant = variant_of("normalize_kept", head_dim, keys.element_type());
         let buffers = [inputs.as_slice(), &[("kept_tokens", kept.binding()), ("units", units.binding())]].concat();
         let grid = flat_grid(kept_rows * u64::from(FLAT_WORKGROUP), &limits)?;
-        let normalize = Launch::new(kernels, &variant, &buffers, grid)?;
+        let normalize = planned(kernels, &variant, &buffers, grid)?;
         let variant = variant_of("nearest_kept", head_dim, keys.element_type());
         let own = [
             ("evicted_tokens", evicted.binding()),
@@ -147,7 +149,7 @@ impl MergePlan {
         ];
         let buffers = [inputs.as_slice(), &own].concat();
         let grid = [self.evicted.div_ceil(TILE_EVICTED) as u32, self.shape.kv_heads() as u32, 1];
-        Ok(vec![normalize, Launch::new(kernels, &variant, &buffers, grid)?])
+        Ok(vec![normalize, planned(kernels, &variant, &buffers, grid)?])
     }
 
     fn bind_merge(
@@ -174,7 +176,7 @@ impl MergePlan {
             ("merged", merged.binding()),
         ];
         let grid = [self.kept.div_ceil(kept_tile(head_dim)) as u32, self.shape.kv_heads() as u32, 1];
-        Launch::new(kernels, &merge_variant(head_dim, rows.element_type(), self.merging), &buffers, grid)
+        planned(kernels, &merge_variant(head_dim, rows.element_type(), self.merging), &buffers, grid)
     }
 
     fn check_indices(&self, kept: &Indices, evicted: &Indices) -> Result<()> {
@@ -202,7 +204,7 @@ const fn kept_tile(head_dim: usize) -> usize {
 }
 
 fn variant_of(kernel: &'static str, head_dim: usize, element_type: ElementType) -> Variant {
-    Variant::new(kernel).constant("HEAD_DIM", head_dim).import("rows", rows_file(element_type))
+    Variant::new(&SHADERS, kernel).constant("HEAD_DIM", head_dim).import("rows", rows_file(element_type))
 }
 
 fn merge_variant(head_dim: usize, element_type: ElementType, merging: Merging) -> Variant {

@@ -4,8 +4,10 @@ use super::{check_index, check_indices, check_output, check_reach};
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::check_order;
-use crate::wgpu::device::launch::{Launch, Launches, flat_grid};
+use crate::wgpu::device::launch::{Launches, flat_grid};
 use crate::wgpu::device::{Indices, Kernels, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Copies the kept tokens of every KV head, in the order of their indices. One dispatch. The plan decides everything
@@ -161,12 +163,12 @@ impl Moves {
             ("moved", moved.binding()),
         ];
         let variant = variant_of(kernel, self.shape.head_dim(), rows.element_type());
-        Ok([Launch::new(kernels, &variant, &buffers, flat_grid(words, &limits)?)?].into_iter().collect())
+        Ok([planned(kernels, &variant, &buffers, flat_grid(words, &limits)?)?].into_iter().collect())
     }
 }
 
 fn variant_of(kernel: &'static str, head_dim: usize, element_type: ElementType) -> Variant {
-    Variant::new(kernel).constant("HEAD_DIM", head_dim).constant("PER_WORD", per_word(element_type))
+    Variant::new(&SHADERS, kernel).constant("HEAD_DIM", head_dim).constant("PER_WORD", per_word(element_type))
 }
 
 const fn per_word(element_type: ElementType) -> usize {

@@ -7,6 +7,7 @@ use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::HeadAggregation;
 use crate::wgpu::device::{Capabilities, ElementBinding, Tensor, Variant};
+use crate::wgpu::sources::SHADERS;
 
 /// Keys of a tile, `TILE` of `matrix_call.wgsl`.
 const TILE_KEYS: usize = 32;
@@ -155,7 +156,7 @@ impl MatrixCut {
     }
 
     fn variant(&self, kernel: &'static str, queries: ElementType) -> Variant {
-        let variant = Variant::new(kernel).with_f16().constant("HEAD_DIM", self.head_dim);
+        let variant = Variant::new(&SHADERS, kernel).with_f16().constant("HEAD_DIM", self.head_dim);
         variant.constant("QUERY_PARTS", query_parts(queries)).constant("SUBGROUPS", self.subgroups)
     }
 }

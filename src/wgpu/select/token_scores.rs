@@ -3,8 +3,10 @@
 use super::{Words, check_index, check_output};
 use crate::plan::ElementType;
 use crate::policy::{ScoreRequest, ScoreTables};
-use crate::wgpu::device::launch::{Launch, Launches};
+use crate::wgpu::device::launch::Launches;
 use crate::wgpu::device::{Kernels, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Tokens of a workgroup, `TILE` in its source.
@@ -86,12 +88,14 @@ impl TokenScoresPlan {
             ("not_numbers", not_numbers.binding()),
         ];
         let grid = [tables.tokens.div_ceil(TILE) as u32, self.kv_heads as u32, 1];
-        Ok([Launch::new(kernels, &variant_of(&self.tables.constants), &buffers, grid)?].into_iter().collect())
+        Ok([planned(kernels, &variant_of(&self.tables.constants), &buffers, grid)?].into_iter().collect())
     }
 }
 
 fn variant_of(constants: &[(&'static str, usize)]) -> Variant {
-    constants.iter().fold(Variant::new("token_scores"), |variant, &(name, value)| variant.constant(name, value))
+    constants
+        .iter()
+        .fold(Variant::new(&SHADERS, "token_scores"), |variant, &(name, value)| variant.constant(name, value))
 }
 
 /// Every variant that a plan uses. Those that differ only in numbers appear once.

@@ -2,8 +2,10 @@
 
 use super::{check_index, check_indices};
 use crate::plan::{ElementType, IndexShape};
-use crate::wgpu::device::launch::{Launch, Launches};
+use crate::wgpu::device::launch::Launches;
 use crate::wgpu::device::{Indices, Kernels, Tensor, Variant};
+use crate::wgpu::planned::planned;
+use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
 /// Selects the best scores of every KV head. One dispatch. The plan decides everything except the buffers.
@@ -80,14 +82,15 @@ impl TopKPlan {
         let call = super::upload_call(kernels.device(), &call, &[])?;
         let buffers =
             [("call", call.as_entire_buffer_binding()), ("scores", rows.buffer), ("chosen", chosen.binding())];
-        let launch = Launch::new(kernels, &Variant::new("top_k"), &buffers, [self.chosen.kv_heads() as u32, 1, 1])?;
+        let launch =
+            planned(kernels, &Variant::new(&SHADERS, "top_k"), &buffers, [self.chosen.kv_heads() as u32, 1, 1])?;
         Ok([launch].into_iter().collect())
     }
 }
 
 /// The one variant.
 pub(super) fn variants() -> Vec<Variant> {
-    vec![Variant::new("top_k")]
+    vec![Variant::new(&SHADERS, "top_k")]
 }
 
 #[cfg(test)]

@@ -1,0 +1,194 @@
+//! Memory on the device.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+
+use super::driver::driver_error;
+use crate::{Error, Result};
+
+/// Bytes on the device, alive as long as their owner.
+#[derive(Debug)]
+pub struct Memory {
+    owner: Owner,
+    address: u64,
+    bytes: usize,
+}
+
+/// Keeps memory alive.
+enum Owner {
+    /// An allocation of this library, freed in the order of the stream that it was made on.
+    Library(CudaSlice<u8>),
+    /// An owner handed over by an engine.
+    Engine(#[expect(dead_code, reason = "held only to keep the memory alive")] Arc<dyn Any + Send + Sync>),
+}
+
+impl fmt::Debug for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Library(_) => "Library",
+            Self::Engine(_) => "Engine",
+        })
+    }
+}
+
+/// Whether both are the same stream. The default streams of all devices have the same handle, so contexts count too.
+pub fn same_stream(a: &CudaStream, b: &CudaStream) -> bool {
+    a.cu_stream() == b.cu_stream() && a.context() == b.context()
+}
+
+/// Bytes of `elements` elements of `size` bytes.
+///
+/// # Errors
+/// [`Error::Limit`] when they exceed any memory.
+pub fn bytes_of(what: &'static str, elements: usize, size: usize) -> Result<usize> {
+    let allowed = isize::MAX as usize;
+    elements.checked_mul(size).filter(|&bytes| bytes <= allowed).ok_or_else(|| Error::Limit {
+        what: format!("{what} in bytes"),
+        needed: (elements as u64).saturating_mul(size as u64),
+        allowed: allowed as u64,
+        hint: "ask for fewer elements",
+    })
+}
+
+impl Memory {
+    /// Zeroed bytes, at least one.
+    pub fn zeroed(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
+        let slice = stream.alloc_zeros::<u8>(bytes.max(1)).map_err(|error| driver_error(what, bytes as u64, error))?;
+        Ok(Self::new(stream, slice))
+    }
+
+    /// At least one byte of uninitialised memory, for data that is written before it is read.
+    pub fn unwritten(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
+        // SAFETY: Every bit pattern is a valid byte, and this type hands bytes out only through copies by the driver.
+        let slice = unsafe { stream.alloc::<u8>(bytes.max(1)) };
+        Ok(Self::new(stream, slice.map_err(|error| driver_error(what, bytes as u64, error))?))
+    }
+
+    /// A copy of bytes of the host.
+    pub fn upload(stream: &Arc<CudaStream>, what: &'static str, bytes: &[u8]) -> Result<Arc<Self>> {
+        let at_least_one = if bytes.is_empty() { &[0] } else { bytes };
+        let slice = stream.clone_htod(at_least_one).map_err(|error| driver_error(what, bytes.len() as u64, error))?;
+        Ok(Self::new(stream, slice))
+    }
+
+    fn new(stream: &Arc<CudaStream>, slice: CudaSlice<u8>) -> Arc<Self> {
+        let (address, bytes) = (slice.device_ptr(stream).0, slice.len());
+        Arc::new(Self { owner: Owner::Library(slice), address, bytes })
+    }
+
+    /// An engine's memory, which `owner` keeps alive. The bytes exist: [`Tensor::from_address`](super::tensor::Tensor)
+    /// asks its caller for that.
+    pub(super) fn of_engine(owner: Arc<dyn Any + Send + Sync>, address: u64, bytes: usize) -> Arc<Self> {
+        Arc::new(Self { owner: Owner::Engine(owner), address, bytes })
+    }
+
+    /// Checks that work on `stream` may use the memory. An allocation of this library is freed in the order of the
+    /// stream that it was made on, possibly before work on another stream is done with it.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub fn check_stream(&self, what: &'static str, stream: &CudaStream) -> Result<()> {
+        match &self.owner {
+            Owner::Library(slice) if !same_stream(slice.stream(), stream) => {
+                let reason = "it was made on another stream than that of the call, and is given back in the order of its \
+                              own; use the backend of that stream, or make it with this one";
+                Err(Error::Plan { what, reason: reason.into() })
+            }
+            Owner::Library(_) | Owner::Engine(_) => Ok(()),
+        }
+    }
+
+    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The caller may free the bytes
+    /// at once: they are not pinned, so the driver has taken them when it returns. [`Error::Plan`] on another stream.
+    pub fn write(&self, stream: &Arc<CudaStream>, what: &'static str, offset: usize, bytes: &[u8]) -> Result<()> {
+        if offset.checked_add(bytes.len()).is_none_or(|end| end > self.bytes) {
+            let reason = format!("{} bytes from byte {offset} on, of {}", bytes.len(), self.bytes);
+            return Err(Error::Buffer { what, reason });
+        }
+        self.check_stream(what, stream)?;
+        let failed = |error| driver_error(what, bytes.len() as u64, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: The bytes were checked to fit the memory, which lives as long as work on its stream may use it.
+        unsafe { memcpy_htod_async(self.address + offset as u64, bytes, stream.cu_stream()) }.map_err(failed)
+    }
+
+    /// Queues setting all bytes to `byte`. [`Error::Plan`] on another stream.
+    pub fn fill(&self, stream: &Arc<CudaStream>, what: &'static str, byte: u8) -> Result<()> {
+        self.check_stream(what, stream)?;
+        let failed = |error| driver_error(what, self.bytes as u64, error);
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: The memory has `self.bytes` bytes, and lives as long as work on its stream may use it.
+        unsafe { memset_d8_async(self.address, byte, self.bytes, stream.cu_stream()) }.map_err(failed)
+    }
+
+    /// Copies all bytes to the host, after all work queued on the stream.
+    pub fn download(&self, stream: &Arc<CudaStream>, what: &'static str) -> Result<Vec<u8>> {
+        self.download_part(stream, what, 0, self.bytes)
+    }
+
+    /// Copies `bytes` bytes to the host, starting at `offset`.
+    pub fn download_part(
+        &self,
+        stream: &Arc<CudaStream>,
+        what: &'static str,
+        offset: usize,
+        bytes: usize,
+    ) -> Result<Vec<u8>> {
+        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            let reason = format!("bytes {offset}.. of {}, {bytes} of them", self.bytes);
+            return Err(Error::Buffer { what, reason });
+        }
+        if bytes == 0 {
+            return Ok(Vec::new());
+        }
+        let failed = |error| driver_error(what, bytes as u64, error);
+        let mut copied = vec![0u8; bytes];
+        stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: The bytes were checked to lie within the memory, which outlives the copy, because this function waits
+        // for it.
+        let queued = unsafe { memcpy_dtoh_async(&mut copied, self.address + offset as u64, stream.cu_stream()) };
+        // The host's bytes are freed only when no copy into them is running.
+        let done = stream.synchronize();
+        queued.and(done).map_err(failed)?;
+        Ok(copied)
+    }
+
+    /// A larger copy of the memory. The new bytes are zero. [`Error::Plan`] on another stream.
+    pub fn grown(&self, stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
+        self.check_stream(what, stream)?;
+        let grown = Self::zeroed(stream, what, bytes.max(self.bytes))?;
+        // SAFETY: Both allocations have at least this many bytes, are distinct, and are freed in the order of the
+        // stream.
+        let copied = unsafe { memcpy_dtod_async(grown.address, self.address, self.bytes, stream.cu_stream()) };
+        copied.map_err(|error| driver_error(what, bytes as u64, error))?;
+        Ok(grown)
+    }
+
+    /// Its address on the device.
+    pub const fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its size.
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_overflow_are_refused() {
+        assert_eq!(bytes_of("words", 3, 4), Ok(12));
+        for elements in [usize::MAX, usize::MAX / 4 + 2, usize::MAX / 4] {
+            let error = bytes_of("words", elements, 4).unwrap_err();
+            assert!(matches!(error, Error::Limit { .. }), "{error}");
+        }
+    }
+}

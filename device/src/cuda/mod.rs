@@ -1,0 +1,20 @@
+//! Kernels in CUDA C++: the driver, memory on the device, and kernels from source to function.
+//!
+//! The library does not link CUDA. The driver and NVRTC are loaded at run time, and
+//! [`driver_present`](libraries::driver_present) reports whether there is a driver. A library hands its files in as
+//! [`KernelSources`](sources::KernelSources). A [`Program`](program::Program) names files among them and the macros
+//! that specialise them. [`Kernels`](kernels::Kernels) compiles programs on first use, and a
+//! [`KernelCache`](program::KernelCache) keeps the binaries. Every launch is `unsafe`
+//! ([`KernelLaunch::run`](launch::KernelLaunch::run)): CUDA has no run-time checks.
+
+pub mod driver;
+pub mod kernels;
+pub mod launch;
+pub mod libraries;
+pub mod memory;
+pub mod pinned;
+pub mod program;
+pub mod sources;
+pub mod tensor;
+
+pub use cudarc;

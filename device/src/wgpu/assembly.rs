@@ -1,0 +1,197 @@
+//! Assembles kernels from the shader files of a library: imports, slots with their choices, and default bodies.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::ShaderSources;
+
+/// A piece of an assembled kernel that comes from one file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    /// Its path among the files of the library.
+    pub file: &'static str,
+    pub text: String,
+}
+
+/// The parts of a kernel in order, with the files of `choices` in its slots.
+///
+/// # Errors
+/// A message that names the kernel, file or slot that does not exist.
+pub(super) fn assemble(
+    sources: &ShaderSources,
+    kernel: &str,
+    choices: &BTreeMap<&'static str, &'static str>,
+) -> Result<Vec<Part>, String> {
+    let file = sources.kernel_file(kernel).ok_or_else(|| format!("no kernel {kernel}"))?;
+    let mut assembly = Assembly {
+        sources,
+        choices,
+        unused: choices.keys().copied().collect(),
+        seen: BTreeSet::new(),
+        parts: Vec::new(),
+    };
+    assembly.import(file)?;
+    match assembly.unused.first() {
+        Some(slot) => Err(format!("no slot {slot}")),
+        None => Ok(with_defaults(assembly.parts)),
+    }
+}
+
+struct Assembly<'a> {
+    sources: &'a ShaderSources,
+    choices: &'a BTreeMap<&'static str, &'static str>,
+    unused: BTreeSet<&'static str>,
+    seen: BTreeSet<&'static str>,
+    parts: Vec<Part>,
+}
+
+impl Assembly<'_> {
+    /// Adds a file, unless it was added before, and the default bodies of the slot in whose folder it lies.
+    fn import(&mut self, file: &'static str) -> Result<(), String> {
+        if !self.seen.insert(file) {
+            return Ok(());
+        }
+        let source = self.sources.file(file).ok_or_else(|| format!("no shader file {file}"))?;
+        let mut text = String::new();
+        for line in source.lines() {
+            let Some(import) = line.strip_prefix("// import ") else {
+                text.push_str(line);
+                text.push('\n');
+                continue;
+            };
+            self.push(file, std::mem::take(&mut text));
+            match import.split_once(" = ") {
+                Some((slot, default)) => {
+                    self.unused.remove(slot);
+                    self.import(self.choices.get(slot).copied().unwrap_or(default))?;
+                    self.import_defaults(default)?;
+                }
+                None => self.import(import)?,
+            }
+        }
+        self.push(file, text);
+        self.import_defaults(file)
+    }
+
+    fn import_defaults(&mut self, choice: &'static str) -> Result<(), String> {
+        match slot_file(self.sources, choice) {
+            Some(slot) => self.import(slot),
+            None => Ok(()),
+        }
+    }
+
+    fn push(&mut self, file: &'static str, text: String) {
+        if !text.trim().is_empty() {
+            self.parts.push(Part { file, text: text.trim_matches('\n').to_owned() + "\n" });
+        }
+    }
+}
+
+fn is_slot_file(file: &str) -> bool {
+    file.ends_with("/slot.wgsl")
+}
+
+/// The `slot.wgsl` next to a file, if its folder is the folder of a slot.
+fn slot_file(sources: &ShaderSources, file: &str) -> Option<&'static str> {
+    let (folder, _) = file.rsplit_once('/')?;
+    sources.path(&format!("{folder}/slot.wgsl"))
+}
+
+/// Keeps a default body only if no choice defines the function and some code calls it.
+fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
+    let (slots, others): (Vec<&Part>, Vec<&Part>) = parts.iter().partition(|part| is_slot_file(part.file));
+    let mut code: Vec<String> = others.iter().map(|part| code_of(&part.text)).collect();
+    let given: BTreeSet<&str> = others.iter().flat_map(|part| functions(&part.text)).map(|(name, _)| name).collect();
+    let mut waiting: Vec<(&str, &str)> =
+        slots.iter().flat_map(|part| functions(&part.text)).filter(|(name, _)| !given.contains(name)).collect();
+    // A default may call another one.
+    let mut kept = BTreeSet::new();
+    while let Some(at) = waiting.iter().position(|(name, _)| code.iter().any(|text| calls(text, name))) {
+        let (name, body) = waiting.swap_remove(at);
+        kept.insert(name.to_owned());
+        code.push(code_of(body).replacen(&format!("fn {name}("), "", 1));
+    }
+    let mut found = Vec::new();
+    for part in &parts {
+        if !is_slot_file(part.file) {
+            found.push(part.clone());
+            continue;
+        }
+        let bodies: Vec<&str> =
+            functions(&part.text).into_iter().filter(|(name, _)| kept.contains(*name)).map(|(_, body)| body).collect();
+        if !bodies.is_empty() {
+            found.push(Part { file: part.file, text: bodies.join("\n\n") + "\n" });
+        }
+    }
+    found
+}
+
+/// The top-level functions of a file, with the comments above them: name and text.
+fn functions(text: &str) -> Vec<(&str, &str)> {
+    let mut found = Vec::new();
+    let mut comment: Option<usize> = None;
+    let mut open: Option<(&str, usize)> = None;
+    let mut at = 0;
+    for line in text.split_inclusive('\n') {
+        let end = at + line.trim_end().len();
+        match (open, line.strip_prefix("fn ").and_then(|rest| rest.split_once('('))) {
+            (Some((name, start)), _) if line.starts_with('}') => {
+                found.push((name, &text[start..end]));
+                open = None;
+            }
+            (None, Some((name, rest))) => {
+                let start = comment.unwrap_or(at);
+                match rest.trim_end().ends_with("{}") {
+                    true => found.push((name, &text[start..end])),
+                    false => open = Some((name, start)),
+                }
+            }
+            _ => {}
+        }
+        comment = if line.starts_with("//") { comment.or(Some(at)) } else { None };
+        at += line.len();
+    }
+    found
+}
+
+/// The text without comments.
+fn code_of(text: &str) -> String {
+    text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
+}
+
+fn calls(code: &str, function: &str) -> bool {
+    code.match_indices(function).any(|(at, _)| {
+        let inside_a_name = code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_');
+        !inside_a_name && code[at + function.len()..].starts_with('(')
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(file: &'static str, text: &str) -> Part {
+        Part { file, text: text.into() }
+    }
+
+    #[test]
+    fn functions_come_with_their_comments() {
+        let text = "// header\n\n// Does.\n// More.\nfn a(x: u32) -> u32 {\n    return x;\n}\n\nfn b() {}\n\nconst C: u32 = 1u;\n";
+        let found = functions(text);
+        assert_eq!(found, [("a", "// Does.\n// More.\nfn a(x: u32) -> u32 {\n    return x;\n}"), ("b", "fn b() {}")]);
+    }
+
+    #[test]
+    fn defaults_are_taken_where_they_are_called_and_nobody_else_has_them() {
+        let slot = "// Says.\n\nfn a() {}\n\nfn b() {\n    c();\n}\n\nfn c() {}\n\nfn d() {}\n";
+        let parts = vec![part("x/y/one.wgsl", "fn a() {\n    b();\n}\n"), part("x/y/slot.wgsl", slot)];
+        let found = with_defaults(parts.clone());
+        assert_eq!(found[0], parts[0]);
+        assert_eq!(found[1].text, "fn b() {\n    c();\n}\n\nfn c() {}\n");
+    }
+
+    #[test]
+    fn a_name_within_a_name_is_no_call() {
+        assert!(calls("let x = begin(1u);", "begin"));
+        assert!(!calls("let x = to_begin(1u) + begin_all(2u);", "begin"));
+    }
+}

@@ -1,0 +1,91 @@
+//! The CUDA files, compiled into the library.
+
+use super::device::sources::KernelSources;
+
+/// The files of `cuda/`, for every program.
+pub(super) static SOURCES: KernelSources = KernelSources { library: "kvpack", files: FILES };
+
+macro_rules! files {
+    ($($name:literal),* $(,)?) => {
+        /// Path below `cuda/` and text of every file.
+        const FILES: &[(&str, &str)] = &[$(($name, include_str!(concat!("../../cuda/", $name)))),*];
+    };
+}
+
+files![
+    "append.cu",
+    "attend.cu",
+    "attend_run.cu",
+    "centre_keys.cu",
+    "code_rows.cu",
+    "common/attend_call.cuh",
+    "common/calibration.cuh",
+    "common/code_range.cuh",
+    "common/codebook.cuh",
+    "common/elements.cuh",
+    "common/ordered.cuh",
+    "common/level_bytes.cuh",
+    "common/logits.cuh",
+    "common/pairs.cuh",
+    "common/ptx.cuh",
+    "common/put_row.cuh",
+    "common/reduce.cuh",
+    "common/ring.cuh",
+    "common/rotation.cuh",
+    "common/rows.cuh",
+    "common/run_queries.cuh",
+    "common/scores.cuh",
+    "common/scores_grouped.cuh",
+    "common/sketch.cuh",
+    "common/step_call.cuh",
+    "common/three_bits.cuh",
+    "common/tile.cuh",
+    "common/tile_halves.cuh",
+    "common/tile_ring.cuh",
+    "common/values.cuh",
+    "common/values_grouped.cuh",
+    "common/warpgroup.cuh",
+    "common/weights.cuh",
+    "compute_guard.cu",
+    "copy_page.cu",
+    "dequantize.cu",
+    "find_non_finite.cu",
+    "hadamard.cu",
+    "key_mean.cu",
+    "merge_pair.cu",
+    "merge_run.cu",
+    "merge_states.cu",
+    "pack_windows.cu",
+    "page_addresses.cu",
+    "prepare_query.cu",
+    "quantize.cu",
+    "ranges_span.cu",
+    "ranges_tile.cu",
+    "read_bandwidth.cu",
+    "select/attention_column_stats.cu",
+    "select/attention_row_stats.cu",
+    "select/chunk_similarity.cu",
+    "select/evicted.cu",
+    "select/gather.cu",
+    "select/key_tile.cuh",
+    "select/merge_call.cuh",
+    "select/merge_members.cu",
+    "select/merge_tokens.cu",
+    "select/nearest_kept.cu",
+    "select/stats_call.cuh",
+    "select/sum_partials.cu",
+    "select/token_scores.cu",
+    "select/top_k.cu",
+    "uncentre_keys.cu",
+    "uncentre_lse.cu",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::SOURCES;
+
+    #[test]
+    fn files_are_what_nvrtc_reads() {
+        assert_eq!(SOURCES.check(), Ok(()));
+    }
+}
