@@ -99,7 +99,7 @@ pub enum Error {
         /// The element, printed, because NaN is not equal to itself.
         value: String,
         /// The largest element that the cache can store, see
-        /// [`TensorFormat::largest_element`](crate::format::TensorFormat::largest_element).
+        /// `TensorFormat::largest_element` of kvpack.
         largest: f32,
     },
 

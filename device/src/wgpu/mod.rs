@@ -8,7 +8,7 @@
 //! - [`Launch::trusted`] is `unsafe`. The kernel has the checks that its [`Kernels`] were made with, by default none.
 //!   The caller vouches that the kernel stays within the buffers and ends.
 
-pub mod adapters;
+mod adapters;
 mod assembly;
 mod beside;
 pub mod buffers;

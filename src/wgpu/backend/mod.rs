@@ -19,8 +19,8 @@ use crate::wgpu::attend::{
 };
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::{
-    Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, SpanReads, Store, Tensor, adapters, buffers,
-    guard, span_bytes, store,
+    Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, SpanReads, Store, Tensor, buffers,
+    choose_adapter, guard, open_device, span_bytes, store,
 };
 use crate::wgpu::pack::{
     DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, rotated_window_bytes,
@@ -106,8 +106,8 @@ impl Wgpu {
     /// [`Error::Adapter`](crate::Error::Adapter) when there is no such adapter or it cannot open a device;
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor.
     pub async fn open(adapter: Option<&str>, experimental: wgpu::ExperimentalFeatures) -> Result<Self> {
-        let adapter = adapters::choose_adapter(adapter).await?;
-        let (device, queue) = adapters::open_device(&adapter, Requirements::of(&adapter, experimental)).await?;
+        let adapter = choose_adapter(adapter).await?;
+        let (device, queue) = open_device(&adapter, Requirements::of(&adapter, experimental)).await?;
         Self::new(device, queue)
     }
 
