@@ -54,8 +54,8 @@ def build(folder):
 
 def compile_all(copy, folder):
     """Builds the test programs; the numbers of the mistakes in the lines that do not compile."""
-    command = ["cargo", "test", "--locked", "--package", "kvpack", "--no-default-features", "--no-run",
-               "--message-format=json", *PROGRAMS.values()]
+    command = ["cargo", "test", "--locked", "--package", "kvpack", "--package", "kvpack-tests",
+               "--no-default-features", "--no-run", "--message-format=json", *PROGRAMS.values()]
     done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, text=True)
     refused, errors = set(), []
     for line in done.stdout.splitlines():

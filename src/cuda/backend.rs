@@ -547,3 +547,18 @@ impl TokenSelection for Cuda {
         Ok(reordered)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Cuda, KernelCache};
+    use crate::Error;
+
+    #[test]
+    fn no_driver_is_an_error_and_no_panic() {
+        if crate::cuda::driver_present() {
+            return;
+        }
+        let error = Cuda::open(0, KernelCache::Directory("unused".into())).expect_err("there is no driver");
+        assert!(matches!(error, Error::Adapter { .. }), "{error}");
+    }
+}

@@ -77,7 +77,7 @@ pub fn code(text: &str) -> &str {
 
 /// The files of a room, or of all, by their paths in `src`, and what they hold.
 pub fn sources(room: &Path) -> Vec<(String, String)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../src");
     let mut files = Vec::new();
     list(&root, room, &mut files);
     files
@@ -85,7 +85,7 @@ pub fn sources(room: &Path) -> Vec<(String, String)> {
 
 /// A file, by its path from `src`, and what it holds.
 fn read(path: &str) -> (String, String) {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(path);
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../src").join(path);
     (path.to_owned(), std::fs::read_to_string(file).unwrap())
 }
 

@@ -4,6 +4,7 @@
 pub mod cache_edges;
 pub mod cache_model;
 pub mod compressed;
+pub mod exact;
 pub mod kept_together;
 pub mod key_means;
 pub mod mixed;

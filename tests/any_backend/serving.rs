@@ -9,6 +9,7 @@ use kvpack::cpu::nmse;
 use kvpack::{AttentionShape, Error, Result, SegmentFormat};
 use pollster::block_on;
 
+use super::exact::dot;
 use super::random_rows::Random;
 
 pub const LAYERS: usize = 2;
@@ -343,8 +344,7 @@ impl<B: Backend + Clone, R: Runner<B>> Server<B, R> {
 fn attend([keys, values]: &[Vec<f32>; 2], kv_head: usize, query: &[f32]) -> Vec<f64> {
     let rows = |of: &'_ Vec<f32>| of.len() / KV_ROW;
     let row = |of: &'_ Vec<f32>, token: usize| of[token * KV_ROW + kv_head * 64..][..64].to_vec();
-    let dot = |key: Vec<f32>| key.iter().zip(query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum::<f64>() / 8.0;
-    let scores: Vec<f64> = (0..rows(keys)).map(|token| dot(row(keys, token))).collect();
+    let scores: Vec<f64> = (0..rows(keys)).map(|token| dot(&row(keys, token), query) / 8.0).collect();
     let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
     let sum: f64 = weights.iter().sum();

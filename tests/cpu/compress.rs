@@ -14,6 +14,7 @@ use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
 use crate::any_backend::compressed::{Prompt, held, kept, policies, state};
+use crate::any_backend::exact;
 
 const LAYERS: usize = 4;
 
@@ -124,7 +125,7 @@ fn statistics(prompt: &Prompt, layer: usize, rows: &[u32], threshold: Option<f32
             let query = &prompt.queries[layer][(position as usize * heads + head) * dim..][..dim];
             let score = |token: usize| -> f64 {
                 let key = &prompt.keys[layer][(token * kv_heads + kv_head) * dim..][..dim];
-                query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum::<f64>() / (dim as f64).sqrt()
+                exact::dot(query, key) / (dim as f64).sqrt()
             };
             let scores: Vec<f64> = (0..=position as usize).map(score).collect();
             let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);

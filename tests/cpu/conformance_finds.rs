@@ -15,6 +15,8 @@ use kvpack::plan::{
 };
 use kvpack::policy::{ScoreRequest, StatsRequest};
 
+use crate::any_backend::exact::dot;
+
 /// A mistake that kernels make.
 #[derive(Clone, Copy, PartialEq)]
 enum Mistake {
@@ -307,7 +309,7 @@ impl Mistaken {
 }
 
 fn score(query: &[f32], key: &[f32]) -> f32 {
-    query.iter().zip(key).map(|(q, k)| q * k).sum::<f32>() / (query.len() as f32).sqrt()
+    dot(query, key) as f32 / (query.len() as f32).sqrt()
 }
 
 fn run(name: &str, mistake: Mistake) -> Report {

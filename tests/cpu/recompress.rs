@@ -16,6 +16,7 @@ use crate::any_backend::compressed::growing::{
     append, check_growing_with_every_recipe, compress_again, joined, kept_by_head, spans, statistics,
 };
 use crate::any_backend::compressed::{Prompt, held, state};
+use crate::any_backend::exact::dot;
 
 const LAYERS: usize = 2;
 
@@ -175,7 +176,6 @@ fn evicted_tokens_are_merged_again() {
 }
 
 fn nearest<'a>(row: &[f32], kept: &[u32], key: impl Fn(u32) -> &'a [f32]) -> Nearest {
-    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum::<f64>();
     let cosine = |other: &[f32]| (dot(row, other) / (dot(row, row) * dot(other, other)).sqrt()) as f32;
     let of = |(place, &token): (usize, &u32)| Nearest { kept: place as u32, similarity: cosine(key(token)) };
     let best = |best: Nearest, next: Nearest| if next.similarity > best.similarity { next } else { best };

@@ -8,6 +8,7 @@ use kvpack::plan::{Elements, RowLayout, TokenRange};
 use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, evicted};
 use kvpack::{AttentionShape, Error};
 
+use crate::any_backend::exact::dot;
 use crate::any_backend::select_cases::{Case, cases, every_third};
 
 fn close(got: &[f32], want: &[f64], tolerance: f64) {
@@ -26,8 +27,7 @@ fn attention(case: &Case) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
             let query = case.query(row, head);
             let score = |token: usize| -> f64 {
                 let key = case.key(token, head / case.shape.group());
-                let dot: f64 = query.iter().zip(key).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
-                dot / (case.shape.head_dim() as f64).sqrt()
+                dot(query, key) / (case.shape.head_dim() as f64).sqrt()
             };
             let seen: Vec<f64> = (0..=position as usize).map(score).collect();
             let max = seen.iter().copied().fold(f64::MIN, f64::max);
@@ -142,10 +142,7 @@ fn merging_is_the_formula() {
         let e = gone.len() / heads;
         let indices = KeptTokens { kept: &kept, evicted: &gone };
         let nearest = cpu::nearest_kept(&case.shape, case.keys(), indices).unwrap();
-        let cosine = |a: &[f32], b: &[f32]| {
-            let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
-            dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
-        };
+        let cosine = |a: &[f32], b: &[f32]| dot(a, b) / (dot(a, a) * dot(b, b)).sqrt();
         for (i, found) in nearest.iter().enumerate() {
             let head = i / e;
             let row = case.key(gone[i] as usize, head);

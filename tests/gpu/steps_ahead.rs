@@ -5,6 +5,7 @@ use kvpack::cache::TokenRun;
 use kvpack::plan::ElementType;
 use kvpack::wgpu::LayerTensors;
 
+use crate::any_backend::exact::dot;
 use crate::any_backend::model_steps::{self, Inputs};
 use crate::any_backend::random_rows::Random;
 
@@ -61,8 +62,8 @@ impl Appended {
 /// Attention of one query of 64 channels to all tokens of a KV head of two.
 fn attend_head([keys, values]: &[Vec<f32>; 2], kv_head: usize, query: &[f32]) -> Vec<f64> {
     let rows = |of: &[f32]| of.chunks(64).skip(kv_head).step_by(2).map(<[f32]>::to_vec).collect::<Vec<_>>();
-    let dot = |key: &[f32]| key.iter().zip(query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum::<f64>() / 8.0;
-    let scores: Vec<f64> = rows(keys).iter().map(|key| dot(key)).collect();
+    let score = |key: &[f32]| dot(key, query) / 8.0;
+    let scores: Vec<f64> = rows(keys).iter().map(|key| score(key)).collect();
     let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
     let sum: f64 = weights.iter().sum();

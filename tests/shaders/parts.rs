@@ -41,7 +41,7 @@ struct Import {
 }
 
 fn shaders() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shaders")
 }
 
 fn files() -> BTreeMap<String, File> {

@@ -116,7 +116,7 @@ fn first_difference<'a>(one: &'a str, other: &'a str) -> Option<(usize, &'a str,
 
 #[test]
 fn whole_kernels_are_what_they_were() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/shaders/snapshots");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders/snapshots");
     for (name, variant) in kernels() {
         let listing = variant.listing().unwrap();
         naga::front::wgsl::parse_str(&listing).unwrap_or_else(|error| panic!("{}", error.emit_to_string(&listing)));

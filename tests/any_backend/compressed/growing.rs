@@ -11,6 +11,7 @@ use kvpack::{AttentionShape, Bits, Result, SegmentFormat};
 use pollster::block_on;
 
 use super::Prompt;
+use crate::any_backend::exact::dot;
 
 /// Appends tokens to a sequence, and packs the windows that are full.
 pub fn append<B: Backend + Clone>(cache: &mut ModelCache<B>, sequence: usize, tokens: &Prompt) {
@@ -147,7 +148,7 @@ pub fn statistics(
             let query = &newest[(row * heads + head) * dim..][..dim];
             let score = |token: usize| -> f64 {
                 let key = &held.keys[kv_head][token * dim..][..dim];
-                query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum::<f64>() / (dim as f64).sqrt()
+                dot(query, key) / (dim as f64).sqrt()
             };
             // A token sees itself and what stood before it.
             let own = held.positions[kv_head][tokens - rows + row];
