@@ -68,6 +68,7 @@
 //! | `wgpu` | every kernel in WGSL, on an engine's own device |
 //! | `cuda` | the kernels in CUDA C++, on an engine's own stream |
 //! | [`cache`] | [`KvCache`] and recipes |
+//! | [`ranks`] | one sequence over several devices: which rank holds what, exchange and merge of attention states |
 //! | [`conformance`] | the registry of checks that tests and `kvpack check` share, and the decode steps of `kvpack bench` |
 //!
 //! # Storage layout
@@ -111,6 +112,7 @@ pub mod cuda;
 pub mod format;
 pub mod plan;
 pub mod policy;
+pub mod ranks;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 

@@ -286,4 +286,23 @@ pub enum Error {
         /// The message of wgpu or the driver.
         message: String,
     },
+
+    /// Ranks could not exchange what they hold. The transport is lost, and the caches of the ranks are not: see
+    /// [`Transport`](crate::ranks::Transport).
+    #[error(
+        "{operation} on rank {rank} of {ranks}: {reason}. Abandon the open step, make new transports for the ranks that \
+         are alive, and go on or clear their sequences"
+    )]
+    Transport {
+        /// What was exchanged.
+        operation: &'static str,
+        /// The rank that reports it.
+        rank: usize,
+        /// Number of ranks.
+        ranks: usize,
+        /// The ranks that died, are late or disagree, as far as this one knows.
+        failed: Vec<usize>,
+        /// What happened, and what is missing.
+        reason: String,
+    },
 }

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::future::Future;
 
-use super::Storage;
-use crate::Result;
+use super::{Device, Storage};
 use crate::format::{AttentionShape, SegmentFormat, TensorFormat};
 use crate::plan::{AttendPlan, ElementType, Split};
+use crate::{Error, Result};
 
 /// The precision of the query in products with packed keys, and of the weights in products with packed values.
 ///
@@ -152,6 +152,60 @@ pub struct AttentionStates<T> {
     pub lse: T,
 }
 
+/// The states of the same queries over several parts of their tokens: one part after the other in the same tensors.
+#[derive(Debug)]
+pub struct StateParts<'a, T> {
+    /// Outputs f32 `[parts, rows, query_heads, head_dim]` and log-sum-exps f32 `[parts, rows, query_heads]`. The tensors
+    /// may be longer.
+    pub states: &'a AttentionStates<T>,
+    /// Parts, at least 1. They share no tokens.
+    pub parts: usize,
+    /// Rows of queries of every part, at least 1.
+    pub rows: usize,
+}
+
+impl<T> Clone for StateParts<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for StateParts<'_, T> {}
+
+impl<T> StateParts<'_, T> {
+    /// Checks that the tensors hold the parts, and those for the result their rows.
+    ///
+    /// # Errors
+    /// [`NoTokens`](crate::Error::NoTokens) for no parts or no rows, [`Elements`](crate::Error::Elements) for tensors
+    /// that are too short.
+    pub fn check<B: Device<Tensor = T> + ?Sized>(
+        &self,
+        backend: &B,
+        shape: &AttentionShape,
+        output: &T,
+        lse: Option<&T>,
+    ) -> Result<()> {
+        let (heads, head_dim) = (shape.query_heads(), shape.head_dim());
+        if self.parts == 0 || self.rows == 0 {
+            return Err(Error::NoTokens { what: "merge of states", hint: "merge at least one part of one row" });
+        }
+        for (what, tensor, parts, channels) in [
+            ("outputs of the parts", Some(&self.states.outputs), self.parts, head_dim),
+            ("log-sum-exps of the parts", Some(&self.states.lse), self.parts, 1),
+            ("merged outputs", Some(output), 1, head_dim),
+            ("merged log-sum-exps", lse, 1, 1),
+        ] {
+            let expected = [self.rows, heads, channels].iter().fold(parts, |all, &n| all.saturating_mul(n));
+            let given = tensor.map_or(expected, |tensor| backend.elements(tensor));
+            if given < expected {
+                let shape = format!("{parts} parts × {} rows × {heads} query heads × {channels}", self.rows);
+                return Err(Error::Elements { what, given, expected, shape });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The centres of the keys that rows of queries attend to.
 #[derive(Clone, Copy, Debug)]
 pub struct RowCentres<'a> {
@@ -249,4 +303,29 @@ pub trait Attention: Storage {
         first: &AttentionStates<Self::Tensor>,
         second: &AttentionStates<Self::Tensor>,
     ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
+
+    /// Kernel `merge_parts`: merges the states of the same queries over parts that share no tokens, into the first rows
+    /// of tensors of the caller. `output` is `[rows, query_heads, head_dim]`, and its element type is used; `lse` is f32
+    /// `[rows, query_heads]`. They share no memory with the parts. It is enqueued; it allocates nothing once it ran.
+    ///
+    /// Parts count in their order, so that the same parts give the same bits. A part with a log-sum-exp of −∞ is empty
+    /// and has no weight, whatever its output, NaN included. If all parts are empty, the output is 0 and the log-sum-exp
+    /// −∞. One part alone is copied. [`Attention::merge`] is the same with two parts in tensors of their own.
+    ///
+    /// # Errors
+    /// Those of [`StateParts::check`], [`Buffer`](crate::Error::Buffer) for states that are not f32. Nothing was
+    /// written. [`Unsupported`](crate::Error::Unsupported) on a backend without the kernel.
+    fn merge_parts(
+        &self,
+        shape: &AttentionShape,
+        parts: StateParts<'_, Self::Tensor>,
+        output: &mut Self::Tensor,
+        lse: Option<&mut Self::Tensor>,
+    ) -> Result<()> {
+        parts.check(self, shape, output, lse.as_deref())?;
+        Err(Error::Unsupported {
+            what: format!("merging the states of {} parts on {}", parts.parts, self.name()),
+            hint: "merge them pair by pair with Attention::merge".into(),
+        })
+    }
 }

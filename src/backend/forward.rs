@@ -5,7 +5,8 @@ use std::future::Future;
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows, TokenSelection,
+    WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -267,6 +268,16 @@ pub trait Forward {
         second: &States<Self>,
     ) -> impl Future<Output = Result<States<Self>>> {
         self.inner().merge(shape, first, second)
+    }
+
+    fn merge_parts(
+        &self,
+        shape: &AttentionShape,
+        parts: StateParts<'_, Tensor<Self>>,
+        output: &mut Tensor<Self>,
+        lse: Option<&mut Tensor<Self>>,
+    ) -> Result<()> {
+        self.inner().merge_parts(shape, parts, output, lse)
     }
 
     fn download_words(&self, words: &Words<Self>) -> impl Future<Output = Result<Vec<u32>>> {

@@ -5,8 +5,8 @@ use std::future::Future;
 use super::forward::{Flags, Forward, Indices, Measured, Merged, Scored, States, Store, Tensor, Words};
 use super::{
     AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NonFinite, Packing,
-    QueriesAndKeys, QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows,
-    TokenSelection, WriteInput,
+    QueriesAndKeys, QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage,
+    TensorRows, TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -244,6 +244,16 @@ impl<F: Forward> Attention for Forwarding<F> {
         second: &States<F>,
     ) -> impl Future<Output = Result<States<F>>> {
         self.0.merge(shape, first, second)
+    }
+
+    fn merge_parts(
+        &self,
+        shape: &AttentionShape,
+        parts: StateParts<'_, Tensor<F>>,
+        output: &mut Tensor<F>,
+        lse: Option<&mut Tensor<F>>,
+    ) -> Result<()> {
+        self.0.merge_parts(shape, parts, output, lse)
     }
 }
 

@@ -24,6 +24,7 @@ mod storage;
 
 pub use attention::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, QueryBytes, QueryPrecision, RowCentres,
+    StateParts,
 };
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use bound_classes::BoundClasses;

@@ -2,6 +2,7 @@
 
 use super::dense::{CpuIndices, CpuTensor, first_non_finite};
 use super::memory::{MemoryLimit, MemoryShare};
+use super::merge_states::merge_parts;
 use super::states::States;
 use super::store::CpuStore;
 use super::{DenseRows, KeptTokens, StatsInput, attention_column_stats, attention_row_stats};
@@ -12,7 +13,8 @@ use super::{
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, TensorRows, TokenSelection, WriteInput,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows, TokenSelection,
+    WriteInput,
 };
 use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -316,6 +318,17 @@ impl Attention for Cpu {
         second: &AttentionStates<CpuTensor>,
     ) -> Result<AttentionStates<CpuTensor>> {
         Ok(merge_pair(&States::of(shape, first)?, &States::of(shape, second)?)?.into())
+    }
+
+    fn merge_parts(
+        &self,
+        shape: &AttentionShape,
+        parts: StateParts<'_, CpuTensor>,
+        output: &mut CpuTensor,
+        lse: Option<&mut CpuTensor>,
+    ) -> Result<()> {
+        parts.check(self, shape, output, lse.as_deref())?;
+        merge_parts(shape, parts, output, lse)
     }
 }
 

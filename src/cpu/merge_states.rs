@@ -1,9 +1,13 @@
 //! Kernel `merge_states`: merges the states of a query's parts into its state over all tokens that it sees.
 
+use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
+use super::dense::CpuTensor;
 use super::softmax::larger;
 use super::states::States;
+use crate::backend::StateParts;
+use crate::format::AttentionShape;
 use crate::plan::Work;
 use crate::{Error, Result};
 
@@ -46,17 +50,73 @@ pub fn merge_pair(first: &States, second: &States) -> Result<States> {
         return Err(Error::Plan { what: "merging states", reason });
     }
     let mut merged = first.clone();
+    let parts = [first, second].map(|states| PartStates { outputs: states.outputs(), lse: states.lse() });
+    merge_heads(&parts, &mut merged);
+    Ok(merged)
+}
+
+/// Kernel `merge_parts`: the parts lie one after the other in the same tensors, and the result in those of the caller.
+///
+/// # Errors
+/// [`Error::Buffer`] for states that are not f32, [`Error::OutOfMemory`]. The caller has checked the lengths.
+pub(super) fn merge_parts(
+    shape: &AttentionShape,
+    StateParts { states, parts, rows }: StateParts<'_, CpuTensor>,
+    output: &mut CpuTensor,
+    lse: Option<&mut CpuTensor>,
+) -> Result<()> {
+    let (heads, head_dim) = (rows * shape.query_heads(), shape.head_dim());
+    let (from, from_lse) = (floats("outputs of the parts", &states.outputs)?, floats("log-sum-exps", &states.lse)?);
+    let mut merged = States::new(rows, shape)?;
+    let of = |part: usize| PartStates {
+        outputs: &from[part * heads * head_dim..][..heads * head_dim],
+        lse: &from_lse[part * heads..][..heads],
+    };
+    merge_heads(&(0..parts).map(of).collect::<Vec<_>>(), &mut merged);
+    if let Some(lse) = lse {
+        let CpuTensor::F32(to) = lse else { return Err(not_floats("merged log-sum-exps", lse)) };
+        to[..heads].copy_from_slice(merged.lse());
+    }
+    match output {
+        CpuTensor::F32(to) => to[..heads * head_dim].copy_from_slice(merged.outputs()),
+        CpuTensor::F16(to) => to[..heads * head_dim].convert_from_f32_slice(merged.outputs()),
+        CpuTensor::Bf16(to) => to[..heads * head_dim].convert_from_f32_slice(merged.outputs()),
+    }
+    Ok(())
+}
+
+fn floats<'a>(what: &'static str, tensor: &'a CpuTensor) -> Result<&'a [f32]> {
+    match tensor {
+        CpuTensor::F32(x) => Ok(x),
+        _ => Err(not_floats(what, tensor)),
+    }
+}
+
+fn not_floats(what: &'static str, tensor: &CpuTensor) -> Error {
+    let reason = format!("are {:?}, but states are f32", tensor.elements().element_type());
+    Error::Buffer { what, reason }
+}
+
+/// The states of one part.
+#[derive(Clone, Copy)]
+struct PartStates<'a> {
+    outputs: &'a [f32],
+    lse: &'a [f32],
+}
+
+/// Merges the same query heads of all parts, in the order of the parts.
+fn merge_heads(parts: &[PartStates<'_>], merged: &mut States) {
     merged.chunks_mut(1).collect::<Vec<_>>().into_par_iter().enumerate().for_each(|(i, (output, lse))| {
         let head_dim = output.len();
-        let of = |states: &'_ States| (states.lse()[i], states.outputs()[i * head_dim..][..head_dim].to_vec());
-        let parts = [of(first), of(second)];
-        lse[0] = merge_head(parts.iter().map(|(lse, output)| (*lse, output.as_slice())), output);
+        let states = parts.iter().map(|part| (part.lse[i], &part.outputs[i * head_dim..][..head_dim]));
+        lse[0] = merge_head(states, output);
     });
-    Ok(merged)
 }
 
 /// Merges states of one query head into `output` and returns the log-sum-exp.
 fn merge_head<'a>(states: impl Iterator<Item = (f32, &'a [f32])> + Clone, output: &mut [f32]) -> f32 {
+    // What a part without tokens has for an output is nobody's value: it may be NaN.
+    let states = states.filter(|(lse, _)| *lse != f32::NEG_INFINITY);
     let largest = states.clone().map(|(lse, _)| lse).fold(f32::NEG_INFINITY, larger);
     if largest == f32::NEG_INFINITY {
         output.fill(0.0); // no tokens at all
