@@ -83,6 +83,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     pub async fn compress(&mut self, sequence: usize, prompt: &ObservedPrompt<B>) -> Result<Selection> {
         self.check_no_step()?;
         self.length(sequence)?;
+        self.groups[0].page_tables.check_whole("compressing a prompt")?;
         let layers = prompt.observed()?;
         if !layers.iter().map(|layer| layer.shape).eq(self.shapes()) {
             let reason = "it was observed for layers of other shapes; observe it with this cache".into();
@@ -136,6 +137,17 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// selection asks for merging, which policies alone do; otherwise as [`ModelCache::compress`]. The cache is as it
     /// was.
     pub async fn keep(
+        &mut self,
+        sequence: usize,
+        prompt: Vec<DenseLayer<B::Tensor>>,
+        selection: &Selection,
+    ) -> Result<()> {
+        self.groups[0].page_tables.check_whole("keeping tokens of a prompt")?;
+        self.keep_chosen(sequence, prompt, selection).await
+    }
+
+    /// [`ModelCache::keep`], also in the cache of a rank: the caller has cut the choice to what the rank is to store.
+    pub(crate) async fn keep_chosen(
         &mut self,
         sequence: usize,
         prompt: Vec<DenseLayer<B::Tensor>>,

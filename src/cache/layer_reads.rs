@@ -1,7 +1,7 @@
 //! Reads of layers that share their page tables: plans of attention, attention states, and the stored contents.
 
 use super::layers::LayerGroup;
-use super::sequence::Sequence;
+use super::sequence::{Sequence, Span};
 use super::{Positions, SpanPositions, StoreFormat, StoreId};
 use crate::Result;
 use crate::backend::{AttendOptions, AttentionStates, Backend, RowCentres, SpanRead};
@@ -36,11 +36,22 @@ impl<B: Backend> LayerGroup<B> {
             StoreView { format: store.format, calibration: store.calibration, spans }
         };
         let mut views: Vec<StoreView<'_>> = stores.map(view).collect();
+        let ends_at = |run: &QueryRun| {
+            let length = self.page_tables.sequence(run.sequence)?.length;
+            let visible = self.recipe().attention().visible(run)?;
+            Ok(QueryRun { end: run.end.or(Some(length)), visible, ..run.clone() })
+        };
+        let runs = runs.iter().map(ends_at).collect::<Result<Vec<_>>>()?;
         let mut sequences: Vec<usize> = runs.iter().map(|run| run.sequence).collect();
         sequences.sort_unstable();
         sequences.dedup();
+        let joined = self.page_tables.joined_spans(&sequences, &runs)?;
+        for of in &joined {
+            views[of.store.index()].spans.push(of.view());
+        }
         for sequence in sequences {
-            for span in &self.page_tables.sequence(sequence)?.spans {
+            let is_joined = |span: &&Span<B::Indices>| !joined.iter().any(|joined| joined.holds(sequence, span));
+            for span in self.page_tables.sequence(sequence)?.spans.iter().filter(is_joined) {
                 let (pages, range_slot) = (&span.lease.pages, span.lease.range_slot());
                 let (start, gathered) = match &span.positions {
                     Positions::From(start) => (*start, None),
@@ -50,12 +61,6 @@ impl<B: Backend> LayerGroup<B> {
                 view.spans.push(SpanView { sequence, start, tokens: span.tokens, gathered, pages, range_slot });
             }
         }
-        let ends_at = |run: &QueryRun| {
-            let length = self.page_tables.sequence(run.sequence)?.length;
-            let visible = self.recipe().attention().visible(run)?;
-            Ok(QueryRun { end: run.end.or(Some(length)), visible, ..run.clone() })
-        };
-        let runs = runs.iter().map(ends_at).collect::<Result<Vec<_>>>()?;
         let plan = self.recipe().attention().score(AttendPlan::new(self.shape, &runs, &views)?)?;
         self.page_tables.check_seen(&plan)?;
         Ok(plan)

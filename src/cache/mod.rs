@@ -48,6 +48,7 @@ mod recompress;
 mod reserve;
 mod room;
 mod sequence;
+mod share;
 mod slots;
 mod step;
 mod swap;

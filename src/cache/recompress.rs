@@ -35,7 +35,7 @@ impl<B: Backend> ModelCache<B> {
     pub fn appended(&self, sequence: usize) -> Result<usize> {
         let mut appended = self.length(sequence)?;
         for group in &self.groups {
-            appended = appended.min(group.page_tables.sequence(sequence)?.unbroken());
+            appended = appended.min(group.page_tables.unbroken(sequence)?);
         }
         Ok(appended)
     }
@@ -266,6 +266,7 @@ impl<B: Backend + Clone> ModelCache<B> {
         queries: &[MeasuredQueries<'_, B::Tensor>],
     ) -> Result<Selection> {
         self.check_no_step()?;
+        self.groups[0].page_tables.check_whole("compressing a sequence again")?;
         let held = self.held(sequence).await?;
         let rows = self.check_queries(sequence, policy, queries)?;
         let mut measured = Vec::new();

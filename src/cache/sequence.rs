@@ -82,8 +82,16 @@ impl<I: TokenIndices> Span<I> {
         of(self) == of(other) && positions
     }
 
+    /// The first position, if positions are consecutive.
+    pub(super) const fn start(&self) -> Option<usize> {
+        match self.positions {
+            Positions::From(start) => Some(start),
+            Positions::Gathered { .. } => None,
+        }
+    }
+
     /// One past the last position, if positions are consecutive.
-    fn end(&self) -> Option<usize> {
+    pub(super) fn end(&self) -> Option<usize> {
         match self.positions {
             Positions::From(start) => Some(start + self.tokens),
             Positions::Gathered { .. } => None,

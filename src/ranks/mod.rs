@@ -1,11 +1,24 @@
 //! One sequence over several devices.
 //!
 //! A context that outgrows one device is split over *ranks*, one device each. Every rank attends to the tokens that it
-//! holds, and the attention states of all ranks are merged exactly.
+//! stores, and the attention states of all ranks are merged exactly.
 //!
-//! A [`Transport`] carries tensors between ranks: `cuda::nccl` and `cuda::peer` between GPUs. It is no network of
-//! kvpack's own.
+//! | type | is |
+//! | --- | --- |
+//! | [`Placement`] | which rank stores which positions: a pure function |
+//! | [`ContextParallel`] | one rank's cache, and the exchange with the others |
+//! | [`HeadParallel`] | KV heads by rank, without an exchange |
+//! | [`Transport`] | what carries tensors between ranks: [`ThreadTransport`] between threads; kvpack has no network of its own |
 
+mod agreement;
+mod context_parallel;
+mod evictions;
+mod head_parallel;
+mod threads;
 mod transport;
 
+pub use crate::plan::{MOST_RANKS, Placement, RankShare};
+pub use context_parallel::{ContextParallel, Rejoined};
+pub use head_parallel::HeadParallel;
+pub use threads::ThreadTransport;
 pub use transport::{Reduction, StateExchange, TensorOf, Transport};

@@ -24,6 +24,7 @@ mod policy_examples;
 mod prefixes;
 mod prompt_parts;
 mod query_runs;
+mod ranks;
 mod read_examples;
 mod recipe_texts;
 mod recompress;

@@ -8,6 +8,7 @@ mod needed_room;
 mod parts;
 mod prompt_parts;
 mod prompts;
+mod shares;
 mod sliding_window;
 
 use super::change::{Change, Undo};
@@ -17,7 +18,7 @@ use super::slots::Slots;
 use super::step::{CentreWrite, RunKind};
 use super::{Appended, CENTRE_TOKENS, Recipe, StoreId, TokenRun};
 use crate::format::TILE_TOKENS;
-use crate::plan::{KeyMean, PageCopy, TokenIndices, TokenRange, TokenWrite, WindowMove};
+use crate::plan::{KeyMean, PageCopy, RankShare, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
 /// The contents of a layer's stores for its sequences.
@@ -32,6 +33,8 @@ pub(super) struct PageTables<I> {
     centres: Slots,
     /// Whether they are those of one layer, of several of a kind that hold different numbers of tokens.
     parted: bool,
+    /// The positions that these page tables store, where ranks share sequences; all of them otherwise.
+    share: Option<RankShare>,
 }
 
 impl<I: TokenIndices + Clone> PageTables<I> {
@@ -39,7 +42,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let rooms = recipe.stores().iter().map(|store| Room::new(store.format.has_span_ranges())).collect();
         let sequences: Vec<_> = (0..sequences).map(|_| Sequence::default()).collect();
         let (changes, centres) = (vec![0; sequences.len()], Slots::default());
-        Self { recipe, rooms, sequences, changes, centres, parted: false }
+        Self { recipe, rooms, sequences, changes, centres, parted: false, share: None }
     }
 
     /// How often a sequence was changed. What was read of it is what it holds as long as this stays.
@@ -227,6 +230,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Those of [`PageTables::check_empty`], and [`Error::NoRoom`] when too little room is free. Nothing has changed.
     pub(super) fn restore(&mut self, index: usize, swapped: &Sequence<I>) -> Result<Change<I>> {
         self.check_empty(index)?;
+        self.check_stores(swapped)?;
         self.check_room(&self.room_for_sequence(swapped))?;
         let mut change = Change::new(&self.recipe);
         self.remember(&mut change, index, 0);
@@ -397,6 +401,10 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     }
 
     fn append_token(&mut self, change: &mut Change<I>, index: usize, row: usize) -> Result<()> {
+        if !self.stores(self.sequences[index].length) {
+            self.sequences[index].length += 1;
+            return Ok(());
+        }
         let window = self.window(self.sequences[index].length);
         let store = window.store();
         let sequence = &mut self.sequences[index];

@@ -1,5 +1,7 @@
 //! Room that changes of the page tables need, and room that is free.
 
+use std::ops::Range;
+
 use super::super::room::{Room, SequencePages, StoreRoom};
 use super::super::sequence::NextSlot;
 use super::super::step::RunKind;
@@ -34,8 +36,18 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     /// Adds the room that tokens need where appended tokens lie.
     pub(super) fn add_room_for_tokens(&self, needed: &mut [StoreRoom], sequence: usize, tokens: usize) {
+        let length = self.sequences[sequence].length;
+        for (positions, stores) in self.pieces(length..length.saturating_add(tokens)) {
+            if stores {
+                self.add_room_for_positions(needed, sequence, positions);
+            }
+        }
+    }
+
+    /// Adds the room for tokens at consecutive positions that these page tables store.
+    fn add_room_for_positions(&self, needed: &mut [StoreRoom], sequence: usize, positions: Range<usize>) {
         let sequence = &self.sequences[sequence];
-        let (mut from, length) = (sequence.length, sequence.length.saturating_add(tokens));
+        let (mut from, length) = (positions.start, positions.end);
         // Tokens before the sink's end come first, then those after it. Only the first ones can meet an open page.
         while from < length {
             let window = self.window(from);

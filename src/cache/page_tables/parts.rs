@@ -41,6 +41,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         // More than any layer had as soon as one changed, so that no reading begun before is taken for what they hold.
         let most = |index: usize| layers.iter().map(|of| of.changes_of(index)).max().unwrap_or(0);
         let changes = (0..first.sequences.len()).map(most).collect();
-        Some(Self { recipe: first.recipe.clone(), rooms, sequences, changes, centres, parted: false })
+        let (recipe, share) = (first.recipe.clone(), first.share);
+        Some(Self { recipe, rooms, sequences, changes, centres, parted: false, share })
     }
 }

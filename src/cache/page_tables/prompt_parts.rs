@@ -53,13 +53,16 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             return Ok(());
         }
         let (sink, rest) = self.sink_and_rest(sequence, tokens);
-        let pages = rest.div_ceil(TILE_TOKENS);
-        needed[StoreId::F16.index()].pages += pages;
+        let staged = self.sequences[sequence].length + sink;
+        let stored =
+            self.pieces(staged..staged + rest).into_iter().filter(|(piece, stores)| *stores && !piece.is_empty());
+        let pages: Vec<usize> = stored.map(|(piece, _)| piece.len().div_ceil(TILE_TOKENS)).collect();
+        needed[StoreId::F16.index()].pages += pages.iter().sum::<usize>();
         match packed {
             PackedPart::AsSpan(to) => {
                 self.add_room_for_tokens(needed, sequence, sink);
-                needed[to.index()].pages += pages;
-                needed[to.index()].spans += usize::from(rest > 0);
+                needed[to.index()].pages += pages.iter().sum::<usize>();
+                needed[to.index()].spans += pages.len();
             }
             PackedPart::AtOnce | PackedPart::Later => self.add_room_for_tokens(needed, sequence, tokens),
         }
@@ -85,15 +88,22 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         }
         let mut seen = self.sequences[sequence].spans.clone();
         let start = self.sequences[sequence].length;
-        let span = self.stage(change, sequence, staged.clone())?;
-        match packed {
-            PackedPart::AsSpan(to) => self.pack_staged(change, sequence, &span, to)?,
-            PackedPart::AtOnce | PackedPart::Later => {
-                staged.into_iter().try_for_each(|row| self.append_token(change, sequence, row))?;
+        for (piece, stores) in self.pieces(start..start + rest) {
+            let rows = staged.start + (piece.start - start)..staged.start + (piece.end - start);
+            if !stores {
+                self.sequences[sequence].length = piece.end;
+                continue;
             }
+            let span = self.stage(change, sequence, rows.clone())?;
+            match packed {
+                PackedPart::AsSpan(to) => self.pack_staged(change, sequence, &span, to)?,
+                PackedPart::AtOnce | PackedPart::Later => {
+                    rows.into_iter().try_for_each(|row| self.append_token(change, sequence, row))?;
+                }
+            }
+            seen.push(span);
         }
         debug_assert_eq!(self.sequences[sequence].length, start + rest);
-        seen.push(span);
         let committed = std::mem::replace(&mut self.sequences[sequence].spans, seen);
         change.committed.push((sequence, committed));
         Ok(())
@@ -108,8 +118,14 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         }
         let mut seen = spans[..=before].to_vec();
         for window in &spans[before + 1..] {
-            seen[before].tokens += window.tokens;
-            seen[before].lease.pages.extend_from_slice(&window.lease.pages);
+            match seen.last_mut() {
+                // Those of a rank have gaps.
+                Some(last) if last.end() == window.start() => {
+                    last.tokens += window.tokens;
+                    last.lease.pages.extend_from_slice(&window.lease.pages);
+                }
+                _ => seen.push(window.clone()),
+            }
         }
         change.committed.push((sequence, std::mem::replace(spans, seen)));
     }

@@ -1,0 +1,95 @@
+//! What ranks tell each other between steps: whether a call succeeded on all, and numbers.
+
+use super::context_parallel::ContextParallel;
+use super::transport::{TensorOf, Transport};
+use crate::backend::{Backend, Device};
+use crate::plan::Elements;
+use crate::{Error, Result};
+
+/// Bits of a number that an f32 carries exactly.
+const BITS: u32 = 16;
+
+/// Words that carry a number.
+const WORDS: usize = (u64::BITS / BITS) as usize;
+
+/// Numbers as f32 elements that a transport carries unchanged.
+fn to_elements(numbers: &[u64]) -> Vec<f32> {
+    let words =
+        |number: &u64| (0..WORDS as u32).map(|word| f32::from((number >> (word * BITS)) as u16)).collect::<Vec<_>>();
+    numbers.iter().flat_map(words).collect()
+}
+
+fn from_elements(elements: &[f32]) -> Vec<u64> {
+    let number = |words: &[f32]| {
+        words.iter().rev().fold(0u64, |number, &word| number << BITS | crate::counts::whole(f64::from(word)) as u64)
+    };
+    elements.chunks_exact(WORDS).map(number).collect()
+}
+
+/// Tells the other ranks whether a call succeeded here.
+///
+/// # Errors
+/// The error of the call; [`Error::Plan`] when it failed on another rank; [`Error::Transport`].
+pub(super) async fn agree<T: Transport>(
+    transport: &mut T,
+    what: &'static str,
+    mine: std::result::Result<(), &Error>,
+) -> Result<()> {
+    let flags = gather(transport, &[u64::from(mine.is_err())]).await?;
+    mine.map_err(Clone::clone)?;
+    let refused: Vec<usize> = (0..flags.len()).filter(|&rank| flags[rank][0] > 0).collect();
+    if refused.is_empty() {
+        return Ok(());
+    }
+    let reason =
+        format!("ranks {refused:?} could not; their own errors say why, and this one is as it was or has room");
+    Err(Error::Plan { what, reason })
+}
+
+/// The numbers of every rank, in the order of the ranks. All bring as many.
+async fn gather<T: Transport>(transport: &mut T, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
+    let mine = to_elements(numbers);
+    let all = crate::counts::filled("numbers of all ranks", mine.len().saturating_mul(transport.ranks()), 0.0f32)?;
+    let part: TensorOf<T> = transport.backend().upload(Elements::F32(&mine)).await?;
+    let mut all = transport.backend().upload(Elements::F32(&all)).await?;
+    transport.all_gather(&part, mine.len(), &mut all)?;
+    // A device that waits for a rank would wait in a download too, but without a deadline.
+    transport.wait()?;
+    let all = from_elements(&transport.backend().download(&all).await?);
+    Ok(all.chunks(numbers.len().max(1)).map(<[u64]>::to_vec).collect())
+}
+
+impl<T: Transport> ContextParallel<T>
+where
+    T::Backend: Backend,
+{
+    /// Tells the other ranks whether a call succeeded here: see [`agree`].
+    pub(super) async fn agree(&mut self, what: &'static str, mine: Result<()>) -> Result<()> {
+        agree(&mut self.transport, what, mine.as_ref().copied()).await
+    }
+
+    /// The numbers of every rank, in the order of the ranks. All bring as many, and at least one.
+    pub(super) async fn gather_numbers(&mut self, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
+        gather(&mut self.transport, numbers).await
+    }
+
+    /// The numbers of rank 0. All bring as many, and at least one.
+    pub(super) async fn numbers_of_first(&mut self, numbers: &[u64]) -> Result<Vec<u64>> {
+        let elements = to_elements(numbers);
+        let mut tensor = self.transport.backend().upload(Elements::F32(&elements)).await?;
+        self.transport.broadcast(&mut tensor, elements.len(), 0)?;
+        self.transport.wait()?;
+        Ok(from_elements(&self.transport.backend().download(&tensor).await?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_travel_unchanged() {
+        let numbers = [0, 1, 65_535, 65_536, (1 << 31) - 1, u64::from(u32::MAX), 1 << 40, u64::MAX];
+        assert_eq!(from_elements(&to_elements(&numbers)), numbers);
+    }
+}

@@ -1,0 +1,109 @@
+//! Prompts of which a part stays, spread over ranks.
+
+use super::context_parallel::ContextParallel;
+use super::transport::{TensorOf, Transport};
+use crate::backend::Backend;
+use crate::cache::{DenseLayer, ObservedPrompt};
+use crate::counts::saturated;
+use crate::policy::{LayerSelection, Policy, Selection, Spans};
+use crate::{Error, Result};
+
+impl<T: Transport> ContextParallel<T>
+where
+    T::Backend: Backend + Clone,
+{
+    /// A prompt for a policy to observe, layer by layer: [`ModelCache::observe`](crate::cache::ModelCache::observe).
+    /// Every rank observes all of it.
+    ///
+    /// # Errors
+    /// As [`ModelCache::observe`](crate::cache::ModelCache::observe); [`Error::Unsupported`] for policies that merge
+    /// tokens.
+    pub fn observe(&self, policy: Policy, spans: Spans) -> Result<ObservedPrompt<T::Backend>> {
+        if policy.merging.is_some() {
+            return Err(Error::Unsupported {
+                what: "merging evicted tokens into those of other ranks".into(),
+                hint: "use a policy that evicts and does not merge".into(),
+            });
+        }
+        self.cache.observe(policy, spans)
+    }
+
+    /// Stores the part of a prompt that its policy keeps, at the end of a sequence, in every layer:
+    /// [`ModelCache::compress`](crate::cache::ModelCache::compress). Rank 0 decides, so that all keep the same, and
+    /// every rank stores as much of it: of the tokens that a KV head keeps, those whose place among them is its own by
+    /// the [`Placement`](super::Placement). `prompt` has the keys and values that were observed. Waits for the others.
+    ///
+    /// # Errors
+    /// As [`ModelCache::compress`](crate::cache::ModelCache::compress), on this rank or another; [`Error::Transport`].
+    /// No rank has changed, unless the error is one of the transport.
+    pub async fn compress(
+        &mut self,
+        sequence: usize,
+        observed: &ObservedPrompt<T::Backend>,
+        prompt: Vec<DenseLayer<TensorOf<T>>>,
+    ) -> Result<Selection> {
+        let selected = observed.select().await;
+        self.agree("choice of a policy", selected.as_ref().map(|_| ()).map_err(Clone::clone)).await?;
+        let selection = self.selection_of_first(&selected?).await?;
+        self.keep(sequence, prompt, &selection).await?;
+        Ok(selection)
+    }
+
+    /// Stores the tokens of a prompt that the caller chose, at the end of a sequence, in every layer:
+    /// [`ModelCache::keep`](crate::cache::ModelCache::keep). All ranks pass the same prompt and choice, and each stores
+    /// its part of it. Waits for the others.
+    ///
+    /// # Errors
+    /// As [`ModelCache::keep`](crate::cache::ModelCache::keep), on this rank or another; [`Error::Transport`]. Where
+    /// one rank failed, the sequence is as it was on all.
+    pub async fn keep(
+        &mut self,
+        sequence: usize,
+        prompt: Vec<DenseLayer<TensorOf<T>>>,
+        selection: &Selection,
+    ) -> Result<()> {
+        let before = self.cache.length(sequence)?;
+        let kept = match self.part_of(selection) {
+            Ok(part) => self.cache.keep_chosen(sequence, prompt, &part).await,
+            Err(error) => Err(error),
+        };
+        let has_changed = kept.is_ok();
+        let agreed = self.agree("tokens to keep", kept).await;
+        if agreed.is_err() && has_changed {
+            if before == 0 { self.cache.clear(sequence)? } else { self.cache.truncate(sequence, before)? }
+        }
+        agreed
+    }
+
+    /// What this rank stores of a choice.
+    fn part_of(&self, selection: &Selection) -> Result<Selection> {
+        let Some(share) = self.cache.share().copied() else { return Ok(selection.clone()) };
+        let part = |layer: &LayerSelection| {
+            let of_head = |head| share.positions(0..layer.count()).map(|at| layer.kept(head)[at]).collect();
+            if (0..layer.kv_heads()).any(|head| !layer.merges(head).is_empty()) {
+                let reason = "it merges tokens, which may lie on several ranks; choose without merging".into();
+                return Err(Error::Selection { reason });
+            }
+            LayerSelection::new(layer.tokens(), (0..layer.kv_heads()).map(of_head).collect())
+        };
+        Selection::new(selection.layers().iter().map(part).collect::<Result<_>>()?)
+    }
+
+    /// The choice of rank 0, which that of this rank may differ from where its scores were rounded otherwise.
+    async fn selection_of_first(&mut self, mine: &Selection) -> Result<Selection> {
+        let counts: Vec<u64> = mine.layers().iter().map(|layer| layer.count() as u64).collect();
+        let counts = self.numbers_of_first(&counts).await?;
+        let of_layers = mine.layers().iter().zip(&counts);
+        let numbers = of_layers.clone().map(|(layer, &count)| layer.kv_heads() as u64 * count);
+        let mut positions: Vec<u64> = mine.layers().iter().flat_map(LayerSelection::indices).map(u64::from).collect();
+        // One more, so that there is something to send where nothing is kept.
+        positions.resize(numbers.fold(1, u64::saturating_add) as usize, 0);
+        let positions = self.numbers_of_first(&positions).await?;
+        let mut from = positions.iter().map(|&position| saturated(position as usize));
+        let of = |(layer, &count): (&LayerSelection, &u64)| {
+            let kept = (0..layer.kv_heads()).map(|_| from.by_ref().take(count as usize).collect()).collect();
+            LayerSelection::new(layer.tokens(), kept)
+        };
+        Selection::new(of_layers.map(of).collect::<Result<_>>()?)
+    }
+}
