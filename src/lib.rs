@@ -125,3 +125,8 @@ pub use kvpack_device::{Error, Result};
 #[cfg(all(doctest, feature = "wgpu"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// Compiles the example of the page about ranks.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/ranks.md")]
+struct RanksPage;

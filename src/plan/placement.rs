@@ -94,6 +94,9 @@ pub struct RankShare {
 }
 
 impl RankShare {
+    /// That of one rank alone: all positions.
+    pub(crate) const ALL: Self = Self { placement: Placement { ranks: 1, turn: TILE_TOKENS }, rank: 0 };
+
     /// The placement.
     pub const fn placement(&self) -> &Placement {
         &self.placement

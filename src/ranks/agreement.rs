@@ -3,27 +3,24 @@
 use super::context_parallel::ContextParallel;
 use super::transport::{TensorOf, Transport};
 use crate::backend::{Backend, Device};
+use crate::counts::{filled, whole};
 use crate::plan::Elements;
 use crate::{Error, Result};
 
-/// Bits of a number that an f32 carries exactly.
-const BITS: u32 = 16;
-
-/// Words that carry a number.
-const WORDS: usize = (u64::BITS / BITS) as usize;
+/// Words of 16 bits that carry a number: an f32 holds each exactly.
+const WORDS: usize = size_of::<u64>() / size_of::<u16>();
 
 /// Numbers as f32 elements that a transport carries unchanged.
 fn to_elements(numbers: &[u64]) -> Vec<f32> {
-    let words =
-        |number: &u64| (0..WORDS as u32).map(|word| f32::from((number >> (word * BITS)) as u16)).collect::<Vec<_>>();
-    numbers.iter().flat_map(words).collect()
+    let bytes: Vec<[u8; 8]> = numbers.iter().map(|number| number.to_le_bytes()).collect();
+    bytes.as_flattened().as_chunks().0.iter().map(|&word| f32::from(u16::from_le_bytes(word))).collect()
 }
 
 fn from_elements(elements: &[f32]) -> Vec<u64> {
-    let number = |words: &[f32]| {
-        words.iter().rev().fold(0u64, |number, &word| number << BITS | crate::counts::whole(f64::from(word)) as u64)
+    let number = |words: &[f32; WORDS]| {
+        words.iter().rev().fold(0u64, |number, &word| number << u16::BITS | whole(f64::from(word)) as u64)
     };
-    elements.chunks_exact(WORDS).map(number).collect()
+    elements.as_chunks::<WORDS>().0.iter().map(number).collect()
 }
 
 /// Tells the other ranks whether a call succeeded here.
@@ -49,7 +46,7 @@ pub(super) async fn agree<T: Transport>(
 /// The numbers of every rank, in the order of the ranks. All bring as many.
 async fn gather<T: Transport>(transport: &mut T, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
     let mine = to_elements(numbers);
-    let all = crate::counts::filled("numbers of all ranks", mine.len().saturating_mul(transport.ranks()), 0.0f32)?;
+    let all = filled("numbers of all ranks", mine.len().saturating_mul(transport.ranks()), 0.0f32)?;
     let part: TensorOf<T> = transport.backend().upload(Elements::F32(&mine)).await?;
     let mut all = transport.backend().upload(Elements::F32(&all)).await?;
     transport.all_gather(&part, mine.len(), &mut all)?;

@@ -9,16 +9,19 @@
 //! | [`ContextParallel`] | one rank's cache, and the exchange with the others |
 //! | [`HeadParallel`] | KV heads by rank, without an exchange |
 //! | [`Transport`] | what carries tensors between ranks: [`ThreadTransport`] between threads; kvpack has no network of its own |
+//! | [`StepTime`] | what a step takes on one rank and on several, computed from measurements: whether splitting pays |
 
 mod agreement;
 mod context_parallel;
 mod evictions;
 mod head_parallel;
+mod step_time;
 mod threads;
 mod transport;
 
 pub use crate::plan::{MOST_RANKS, Placement, RankShare};
 pub use context_parallel::{ContextParallel, Rejoined};
 pub use head_parallel::HeadParallel;
+pub use step_time::{ExchangeTime, ReadTime, SplitTime, StepTime};
 pub use threads::ThreadTransport;
 pub use transport::{Reduction, StateExchange, TensorOf, Transport};

@@ -3,7 +3,7 @@
 use std::future::Future;
 
 use crate::backend::{Attention, AttentionStates, Device, StateParts};
-use crate::counts::filled;
+use crate::counts::{filled, in_32_bits};
 use crate::format::AttentionShape;
 use crate::plan::Elements;
 use crate::{Error, Result};
@@ -119,6 +119,7 @@ pub trait Transport {
     ) -> impl Future<Output = Result<AttentionStates<TensorOf<Self>>>> {
         async move {
             let heads = self.ranks().saturating_mul(rows).saturating_mul(shape.query_heads());
+            in_32_bits("elements of the states of all ranks", heads.saturating_mul(shape.head_dim()))?;
             let zeros = filled("attention states of all ranks", heads.saturating_mul(shape.head_dim()), 0.0f32)?;
             let outputs = self.backend().upload(Elements::F32(&zeros)).await?;
             let lse = self.backend().upload(Elements::F32(&zeros[..heads])).await?;

@@ -15,6 +15,7 @@ mod narrowing;
 mod plan_calls;
 mod policy_calls;
 mod public_functions;
+mod rank_calls;
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -124,6 +125,7 @@ fn all_calls() -> Vec<Call> {
         attend_calls::calls,
         cache_calls::calls,
         budget_calls::calls,
+        rank_calls::calls,
     ];
     rooms.into_iter().flat_map(|calls| calls()).collect()
 }

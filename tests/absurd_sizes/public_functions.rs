@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 /// The rooms whose functions need no device.
-const ROOMS: [&str; 6] = ["backend", "cache", "cpu", "format", "plan", "policy"];
+const ROOMS: [&str; 7] = ["backend", "cache", "cpu", "format", "plan", "policy", "ranks"];
 
 /// Files of the device layer whose functions need no device, and the rooms that re-export them.
 const RE_EXPORTED: [(&str, &str); 1] = [("plan", "../device/src/element.rs")];

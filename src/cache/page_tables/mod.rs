@@ -120,9 +120,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
                 self.append_part(&mut change, run.sequence(), rows)?;
                 continue;
             }
-            for row in rows {
-                self.append_token(&mut change, run.sequence(), row)?;
-            }
+            self.append_rows(&mut change, run.sequence(), rows)?;
             if packs {
                 self.pack_window(&mut change, run.sequence())?;
             }
@@ -401,10 +399,6 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     }
 
     fn append_token(&mut self, change: &mut Change<I>, index: usize, row: usize) -> Result<()> {
-        if !self.stores(self.sequences[index].length) {
-            self.sequences[index].length += 1;
-            return Ok(());
-        }
         let window = self.window(self.sequences[index].length);
         let store = window.store();
         let sequence = &mut self.sequences[index];

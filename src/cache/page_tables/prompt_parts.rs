@@ -54,8 +54,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         }
         let (sink, rest) = self.sink_and_rest(sequence, tokens);
         let staged = self.sequences[sequence].length + sink;
-        let stored =
-            self.pieces(staged..staged + rest).into_iter().filter(|(piece, stores)| *stores && !piece.is_empty());
+        let stored = self.pieces(staged..staged + rest).filter(|(_, stores)| *stores);
         let pages: Vec<usize> = stored.map(|(piece, _)| piece.len().div_ceil(TILE_TOKENS)).collect();
         needed[StoreId::F16.index()].pages += pages.iter().sum::<usize>();
         match packed {
@@ -76,13 +75,13 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             // Windows that this part fills stay, since its queries see them.
             while self.pack_window(change, sequence)? {}
             let before = self.sequences[sequence].spans.len();
-            rows.into_iter().try_for_each(|row| self.append_token(change, sequence, row))?;
+            self.append_rows(change, sequence, rows)?;
             self.see_as_one(change, sequence, before);
             return Ok(());
         }
         let (sink, rest) = self.sink_and_rest(sequence, rows.len());
         let staged = rows.start + sink..rows.end;
-        (rows.start..staged.start).try_for_each(|row| self.append_token(change, sequence, row))?;
+        self.append_rows(change, sequence, rows.start..staged.start)?;
         if rest == 0 {
             return Ok(());
         }
@@ -98,7 +97,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             match packed {
                 PackedPart::AsSpan(to) => self.pack_staged(change, sequence, &span, to)?,
                 PackedPart::AtOnce | PackedPart::Later => {
-                    rows.into_iter().try_for_each(|row| self.append_token(change, sequence, row))?;
+                    self.append_rows(change, sequence, rows)?;
                 }
             }
             seen.push(span);

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::super::StoreId;
+use super::super::change::Change;
 use super::super::sequence::{Positions, Sequence, Span};
 use super::PageTables;
 use crate::format::TILE_TOKENS;
@@ -45,17 +46,23 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         self.share.as_ref()
     }
 
-    /// Whether they store a position.
-    pub(super) fn stores(&self, position: usize) -> bool {
-        self.share.is_none_or(|share| share.holds(position))
+    /// The pieces of some positions, and whether these page tables store them.
+    pub(super) fn pieces(&self, positions: Range<usize>) -> impl Iterator<Item = (Range<usize>, bool)> + use<I> {
+        self.share.unwrap_or(RankShare::ALL).pieces(positions)
     }
 
-    /// The pieces of some positions, and whether these page tables store them.
-    pub(super) fn pieces(&self, positions: Range<usize>) -> Vec<(Range<usize>, bool)> {
-        match self.share {
-            None => vec![(positions, true)],
-            Some(share) => share.pieces(positions).collect(),
+    /// Appends tokens in these rows where appended tokens lie. There is room for those that are stored here.
+    pub(super) fn append_rows(&mut self, change: &mut Change<I>, sequence: usize, rows: Range<usize>) -> Result<()> {
+        let (start, first) = (self.sequences[sequence].length, rows.start);
+        for (piece, stores) in self.pieces(start..start + rows.len()) {
+            if stores {
+                let rows = first + (piece.start - start)..first + (piece.end - start);
+                rows.into_iter().try_for_each(|row| self.append_token(change, sequence, row))?;
+            } else {
+                self.sequences[sequence].length = piece.end;
+            }
         }
+        Ok(())
     }
 
     /// Number of consecutive tokens at the end of a sequence of which none was evicted, those on other ranks included.
@@ -129,7 +136,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// [`Error::Plan`].
     pub(super) fn check_stores(&self, sequence: &Sequence<I>) -> Result<()> {
         let foreign = |span: &&Span<I>| match span.positions {
-            Positions::From(start) => self.pieces(start..start + span.tokens).iter().any(|(_, holds)| !holds),
+            Positions::From(start) => self.pieces(start..start + span.tokens).any(|(_, holds)| !holds),
             Positions::Gathered { .. } => false,
         };
         match sequence.spans.iter().find(foreign) {

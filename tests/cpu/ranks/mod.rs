@@ -5,6 +5,7 @@ mod failures;
 mod refused;
 mod script;
 mod sequences;
+mod step_time;
 mod transport;
 
 use std::time::Duration;
