@@ -42,7 +42,7 @@ impl Placement {
         Ok(Self { ranks, turn: TILE_TOKENS })
     }
 
-    /// The same with turns of so many pages. Longer turns are fewer spans for the host to plan; up to a turn of tokens
+    /// The same with turns of this many pages. Longer turns are fewer spans for the host to plan; up to a turn of tokens
     /// lies on one rank more than on another.
     ///
     /// # Errors

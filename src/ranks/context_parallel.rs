@@ -252,7 +252,7 @@ where
         Ok(to)
     }
 
-    /// Allocates room for the states of all ranks in steps of so many rows of queries.
+    /// Allocates room for the states of all ranks in steps of this many rows of queries.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Limit`].
@@ -406,7 +406,7 @@ where
         self.transport.merge_states(StateExchange { shape, rows, states: &states, gathered }, output, lse)
     }
 
-    /// The place of room for states of a shape, with at least so many rows.
+    /// The place of room for states of a shape, with at least as many rows.
     async fn room_for(&mut self, shape: AttentionShape, rows: usize) -> Result<usize> {
         let at = self.rooms.iter().position(|room| room.shape == shape);
         if let Some(at) = at.filter(|&at| self.rooms[at].rows >= rows) {

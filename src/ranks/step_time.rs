@@ -56,7 +56,7 @@ impl ReadTime {
         Ok(Self(Line::through("time of attention", short, long)?))
     }
 
-    /// Seconds for so many bytes.
+    /// Seconds for a number of bytes.
     pub fn seconds(&self, bytes: u64) -> f64 {
         self.0.at(bytes as f64)
     }
@@ -79,7 +79,7 @@ impl ExchangeTime {
         Ok(Self { two: Line::through("time of an exchange", small, large)?, further: 0.0 })
     }
 
-    /// The same where every rank beyond the second adds so many seconds, besides the bytes that it sends.
+    /// The same where every rank beyond the second adds this many seconds, besides the bytes that it sends.
     ///
     /// # Errors
     /// [`Error::Plan`] unless they are finite and not below 0.
@@ -91,7 +91,7 @@ impl ExchangeTime {
         Ok(Self { further: seconds, ..self })
     }
 
-    /// Seconds to gather so many bytes of each of these ranks on all of them; 0 for one rank.
+    /// Seconds to gather these bytes of each rank on all of them; 0 for one rank.
     pub fn seconds(&self, bytes: u64, ranks: usize) -> f64 {
         if ranks < 2 {
             return 0.0;
@@ -131,7 +131,7 @@ pub struct SplitTime {
 }
 
 impl StepTime {
-    /// The time of a step of one sequence of so many tokens on these ranks.
+    /// The time of a step of one sequence of this length on these ranks.
     ///
     /// # Errors
     /// As [`Placement::new`].
@@ -158,7 +158,7 @@ impl StepTime {
         Ok(best)
     }
 
-    /// Bytes of the keys and values of so many tokens of one layer.
+    /// Bytes of the keys and values of a number of tokens of one layer.
     pub fn bytes(&self, tokens: usize) -> u64 {
         let page = self.format.page_bytes(&self.shape) as u64;
         (tokens as u64).saturating_mul(page) / TILE_TOKENS as u64
