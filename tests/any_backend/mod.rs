@@ -17,6 +17,7 @@ pub mod random_rows;
 pub mod rounding;
 pub mod select_cases;
 pub mod serving;
+pub mod shares;
 pub mod step_writes;
 pub mod swap_out;
 pub mod swapped_bytes;

@@ -31,6 +31,7 @@ mod recompress;
 mod recompress_choice;
 mod select;
 mod serving;
+mod shares;
 mod sliding_window;
 mod step;
 mod step_queries;

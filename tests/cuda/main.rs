@@ -8,4 +8,5 @@ mod device;
 mod model_step;
 mod prompt_parts;
 mod query_runs;
+mod shares;
 mod step_states;

@@ -22,6 +22,7 @@ mod query_runs;
 mod round_trips;
 mod select;
 mod serving;
+mod shares;
 mod step_states;
 mod steps_ahead;
 mod swap_out;

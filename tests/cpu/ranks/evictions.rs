@@ -87,6 +87,32 @@ fn what_stays_of_a_prompt_is_spread() {
     }
 }
 
+/// Rank 0 decides, also where another rank measured something else.
+#[test]
+fn all_ranks_keep_what_the_first_chose() {
+    let layers = vec![(shape(), recipe("f16")); 2];
+    let chosen = on_ranks(3, LONG, |transport| {
+        let mut rank = rank(transport, &layers, Placement::new(3).unwrap());
+        let spans = Spans::new(TOKENS, &[]).unwrap();
+        let mut prompt = rank.observe(Policy::h2o(0.4).unwrap(), spans).unwrap();
+        let measured = prompt.query_rows().map_or(0, |rows| rows.len());
+        let (mut same, mut own) = (Random::new(3), Random::new(rank.rank() as u64));
+        let mut dense = Vec::new();
+        for layer in 0..2 {
+            let (keys, values) = (rows(&mut same, TOKENS, 2), rows(&mut same, TOKENS, 2));
+            dense.push(DenseLayer { rows: RowLayout::token_major(TOKENS, &shape()), keys, values });
+            let queries = rows(&mut own, measured, 4);
+            let layout = RowLayout::token_major(measured, &AttentionShape::new(4, 4, 64).unwrap());
+            let queries = MeasuredQueries { queries: TensorRows { tensor: &queries, layout }, known_lse: None };
+            prompt.observe(layer, dense[layer].clone(), Some(queries)).unwrap();
+        }
+        let mine = block_on(prompt.select()).unwrap();
+        (mine, block_on(rank.compress(0, &prompt, dense)).unwrap())
+    });
+    assert!(chosen[1].0 != chosen[0].0, "the ranks would choose alike by themselves");
+    assert!(chosen.iter().all(|(_, kept)| *kept == chosen[0].0));
+}
+
 /// Where one rank has no room for what is kept, none keeps it.
 #[test]
 fn a_rank_without_room_is_told_to_all() {
