@@ -6,6 +6,7 @@ use cudarc::driver::CudaStream;
 
 use super::attend::attend_step::{AttendStep, AttendTensors};
 use super::attend::merge_pair::merge_pair;
+use super::attend::merge_parts::merge_parts;
 use super::attend::scratch::SharedScratch;
 use super::attend::uncentre_lse::uncentre_lse;
 use super::device::driver::{driver_error, open_context};
@@ -27,8 +28,8 @@ use super::select::{
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, Storage, TensorRows, TokenSelection,
-    WriteInput,
+    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, StateParts, Storage, TensorRows,
+    TokenSelection, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -434,6 +435,17 @@ impl Attention for Cuda {
         let joined = self.zeroed_states(shape, first.lse.elements() / shape.query_heads())?;
         merge_pair(self, shape, [first, second, &joined])?;
         Ok(joined)
+    }
+
+    fn merge_parts(
+        &self,
+        shape: &AttentionShape,
+        parts: StateParts<'_, Tensor>,
+        output: &mut Tensor,
+        lse: Option<&mut Tensor>,
+    ) -> Result<()> {
+        parts.check(self, shape, output, lse.as_deref())?;
+        merge_parts(self, shape, parts, output, lse.as_deref())
     }
 }
 

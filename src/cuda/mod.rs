@@ -19,6 +19,8 @@
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `attend_run` | `attend_run.cu`, `merge_run.cu` | the same for up to 256 rows of queries and query heads of a run; a launch of its own merges |
 //! | `uncentre_lse`, `merge_pair` | of the same names | log-sum-exps over centred keys become those over the keys; states over two sets of tokens are joined |
+//! | `merge_parts`, `reduce_parts` | of the same names | states over several parts of the tokens are joined into an engine's tensor; elements of several ranks are reduced |
+//! | `exchange_states`, `exchange_elements` | of the same names | what ranks exchange through each other's memory: attention states, merged as they arrive, and elements |
 //! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
 //! | `token_scores`, `top_k`, `evicted`, `gather`, `nearest_kept`, `merge_members`, `merge_tokens` | `select/`, of the same names | scores of tokens and the best of them, the others, kept tokens copied, evicted ones merged into them |
 //! | `chunk_similarity`, `reorder_chunks` | `select/chunk_similarity.cu`, `select/gather.cu` | chunks compared with a query, and put in another order |
@@ -55,7 +57,11 @@ mod cache;
 mod device;
 mod measure;
 mod model_step;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod pack;
+pub mod peer;
+mod rank_end;
 mod select;
 mod sources;
 
@@ -75,6 +81,7 @@ pub use model_step::{LaunchMemory, LayerTensors, ModelStep, WrittenStep};
 pub use pack::non_finite_flags::NonFiniteFlags;
 pub use pack::store_step::{BoundStoreStep, StoreStep};
 pub use pack::write_memory::WriteMemory;
+pub use rank_end::DEADLINE;
 pub use select::{
     AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, EvictedPlan, GatherPlan, Launches, MergePlan,
     ReorderChunksPlan, TokenScoresPlan, TopKPlan, Words,

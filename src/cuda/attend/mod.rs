@@ -5,6 +5,7 @@ mod kernel;
 pub(super) mod launch;
 mod logits;
 pub(super) mod merge_pair;
+pub(super) mod merge_parts;
 pub(super) mod model_tables;
 mod parts;
 mod run_variant;
