@@ -89,7 +89,7 @@ impl Chosen {
 
 /// Of NVIDIA's driver CUDA itself only tells the version of its interface.
 #[cfg(feature = "cuda")]
-fn nvidia_driver() -> String {
+pub fn nvidia_driver() -> String {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
     text.split_whitespace().find(is_version).map_or("unknown".into(), |version| format!("NVIDIA {version}"))
@@ -145,6 +145,23 @@ impl BackendArgs {
         let checks = checks.map(|checks| format!("checks {}", format!("{checks:?}").to_lowercase()));
         let path = self.path.map(|path| format!("path {}", Path::from(path)));
         checks.into_iter().chain(path).collect()
+    }
+
+    /// Refuses a backend that `what` does not run on.
+    ///
+    /// # Errors
+    /// When another than CUDA's is asked for.
+    #[cfg(feature = "cuda")]
+    pub fn refuse_other_than_cuda(&self, what: &str) -> Result<()> {
+        if self.names_an_adapter_option() || matches!(self.backend, Some(BackendName::Cpu | BackendName::Wgpu)) {
+            bail!("{what} runs on NVIDIA GPUs; leave --backend, --adapter, --path and --checks out");
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    const fn names_an_adapter_option(&self) -> bool {
+        self.adapter.is_some() || self.path.is_some() || self.checks.is_some()
     }
 
     /// Refuses the options of the wgpu backend.

@@ -11,6 +11,8 @@ pub mod dumped;
 mod evict;
 pub mod output;
 mod prefill;
+#[cfg(feature = "cuda")]
+mod ranks;
 mod run;
 mod sizes;
 mod step;
@@ -26,6 +28,8 @@ use kvpack::{AttentionShape, SegmentFormat};
 use kvpack_report::{BenchRow, RowOutcome, recipes};
 
 use super::eval::page;
+#[cfg(feature = "cuda")]
+use crate::backend::nvidia_driver;
 use crate::backend::{BackendArgs, Chosen};
 use crate::dump;
 use crate::outcome::Outcome;
@@ -93,6 +97,14 @@ pub struct BenchArgs {
     /// of a device that reaches its power limit.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     seconds: Option<f64>,
+    /// GPUs that share a sequence, for the suite ranks: 1, 2, 4 or 8 [default: 2].
+    #[cfg(feature = "cuda")]
+    #[arg(long, value_name = "N")]
+    ranks: Option<usize>,
+    /// The rank of this process, which another process has started.
+    #[cfg(feature = "cuda")]
+    #[arg(long, hide = true, requires = "ranks")]
+    rank: Option<usize>,
     /// Print JSON when all rows are there.
     #[arg(long)]
     json: bool,
@@ -141,6 +153,9 @@ enum SuiteName {
     Mixed,
     /// Prompts, a chunk over a long context and drafts: many queries for each sequence, by the wall clock
     Prefill,
+    /// One sequence of 64k to 4M tokens over several NVIDIA GPUs (--ranks), a process for each
+    #[cfg(feature = "cuda")]
+    Ranks,
     /// A whole decode step of 32 layers by the wall clock, as an engine pays it, next to its kernels
     Step,
 }
@@ -177,6 +192,15 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
     if let Some(path) = &args.report {
         page::try_files(path, args.file.as_deref())?;
     }
+    #[cfg(feature = "cuda")]
+    if args.suite == Some(SuiteName::Ranks) {
+        args.backend.refuse_other_than_cuda("--suite ranks")?;
+        return ranks::run(args.ranks.unwrap_or(2), args.rank, nvidia_driver(), args.json);
+    }
+    #[cfg(feature = "cuda")]
+    if args.ranks.is_some() {
+        bail!("--ranks belongs to --suite ranks; leave it out");
+    }
     let backend = args.backend.open()?;
     let driver = backend.driver();
     match &backend {
@@ -201,6 +225,8 @@ fn bench<B: TimedStores + TimedModel + TimedSelection>(
         Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Prefill) => prefill::run(backend, driver, args.format.as_deref(), args.json),
+        #[cfg(feature = "cuda")]
+        Some(SuiteName::Ranks) => bail!("--suite ranks opens GPUs of its own"),
         Some(SuiteName::Step) => step::run(backend, driver, args.json).map(|()| Outcome::Passed),
     }
 }

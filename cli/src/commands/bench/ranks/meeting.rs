@@ -1,0 +1,131 @@
+//! How the processes of a run meet: each says a line to the command that started it, and hears those of all.
+
+use std::io::{BufRead, BufReader, Write, stdin, stdout};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// Begins the last line of a rank, which holds what it found.
+const FOUND: &str = "found ";
+
+/// Separates the lines of the ranks, which have none of their own.
+const BETWEEN: char = '\t';
+
+/// The end of a rank.
+pub struct Meeting {
+    /// This rank.
+    pub rank: usize,
+    /// Of so many.
+    pub ranks: usize,
+}
+
+impl Meeting {
+    /// Waits for all ranks, and returns what they say, in their order.
+    ///
+    /// # Errors
+    /// When the command or another rank has ended.
+    pub fn meet(&self, line: &str) -> Result<Vec<String>> {
+        say(line)?;
+        let mut heard = String::new();
+        stdin().lock().read_line(&mut heard)?;
+        let lines: Vec<String> = heard.trim_end_matches('\n').split(BETWEEN).map(str::to_owned).collect();
+        ensure!(lines.len() == self.ranks, "another rank has ended");
+        Ok(lines)
+    }
+
+    /// What one rank says.
+    ///
+    /// # Errors
+    /// As [`Meeting::meet`].
+    pub fn of(&self, rank: usize, line: &str) -> Result<String> {
+        self.meet(line)?.into_iter().nth(rank).context("there is no such rank")
+    }
+
+    /// Ends the rank.
+    ///
+    /// # Errors
+    /// When the command has ended.
+    pub fn end(&self, found: &str) -> Result<()> {
+        say(&format!("{FOUND}{found}"))
+    }
+}
+
+fn say(line: &str) -> Result<()> {
+    let mut out = stdout().lock();
+    writeln!(out, "{}", line.replace(['\n', BETWEEN], " "))?;
+    Ok(out.flush()?)
+}
+
+/// A process of a rank. It ends with this value.
+struct Rank {
+    process: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // It has ended already where all went well.
+        self.process.kill().unwrap_or(());
+        self.process.wait().map(|_| ()).unwrap_or(());
+    }
+}
+
+/// Starts a process for every rank, which gets the arguments of `command` for its number, and carries their lines until
+/// all have ended. What each found, in their order.
+///
+/// # Errors
+/// When a process cannot be started, or one ends early.
+pub fn run(ranks: usize, command: impl Fn(usize) -> Command) -> Result<Vec<String>> {
+    let start = |rank: usize| {
+        let mut process = command(rank)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("the process of rank {rank} could not be started"))?;
+        let (to, from) = process.stdin.take().zip(process.stdout.take()).context("a process without pipes")?;
+        Ok(Rank { process, to, from: BufReader::new(from) })
+    };
+    let mut all = (0..ranks).map(start).collect::<Result<Vec<_>>>()?;
+    loop {
+        let mut lines = Vec::with_capacity(ranks);
+        for (rank, of) in all.iter_mut().enumerate() {
+            let mut line = String::new();
+            if of.from.read_line(&mut line)? == 0 {
+                bail!("the process of rank {rank} ended early; its reason is above");
+            }
+            lines.push(line.trim_end_matches('\n').to_owned());
+        }
+        if lines.iter().all(|line| line.starts_with(FOUND)) {
+            return Ok(lines.into_iter().map(|line| line[FOUND.len()..].to_owned()).collect());
+        }
+        let line = lines.join(&BETWEEN.to_string());
+        for of in &mut all {
+            writeln!(of.to, "{line}")?;
+            of.to.flush()?;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn lines_are_carried_until_all_have_ended() {
+        let found = run(2, |rank| shell(&format!("echo from {rank}; read line; echo \"found $line\""))).unwrap();
+        assert_eq!(found, ["from 0\tfrom 1"; 2]);
+    }
+
+    #[test]
+    fn a_rank_that_ends_early_ends_all() {
+        let error = run(2, |rank| shell(if rank == 1 { "exit 3" } else { "echo hello; sleep 60" })).unwrap_err();
+        assert!(error.to_string().contains("rank 1 ended early"), "{error}");
+    }
+}

@@ -1,0 +1,203 @@
+//! One sequence over several GPUs: the steps of context-parallel attention, with a process for each GPU.
+//!
+//! Each process fills a cache with its share of the tokens and drives the attention and the exchange of a step itself, as
+//! [`kvpack::ranks`] does, in a CUDA graph.
+
+mod meeting;
+mod rank;
+mod share;
+
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+use kvpack::cuda::cudarc::driver::CudaContext;
+use kvpack::cuda::{Cuda, KernelCache, driver_present};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
+use kvpack_report::{Run, Spread};
+use serde::{Deserialize, Serialize};
+
+use super::timed::figure;
+use crate::outcome::Outcome;
+use crate::print::{self, say};
+use crate::provenance;
+use meeting::Meeting;
+use rank::Process;
+
+/// What outputs may differ by from those of one GPU.
+const MOST_NMSE: f64 = 1e-6;
+
+/// What was found, as it is printed in JSON.
+#[derive(Serialize)]
+#[serde(tag = "kind", rename = "ranks")]
+struct RanksReport {
+    run: Run,
+    query_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    #[serde(flatten)]
+    found: Found,
+}
+
+/// What rank 0 found.
+#[derive(Default, Deserialize, Serialize)]
+struct Found {
+    backend: String,
+    exchanges: Vec<ExchangeRow>,
+    rows: Vec<RanksRow>,
+}
+
+/// States of random queries, exchanged and merged, or gathered only.
+#[derive(Deserialize, Serialize)]
+struct ExchangeRow {
+    ranks: usize,
+    transport: String,
+    /// Outputs and log-sum-exps of one rank.
+    bytes: usize,
+    us: f64,
+    #[serde(flatten)]
+    spread: Spread,
+}
+
+/// One sequence on some GPUs: a step of one query, from the query to the merged output.
+#[derive(Deserialize, Serialize)]
+struct RanksRow {
+    tokens: usize,
+    format: String,
+    ranks: usize,
+    transport: String,
+    us: f64,
+    #[serde(flatten)]
+    spread: Spread,
+    /// Of that, the attention of rank 0, measured alone.
+    attend_us: f64,
+    attend_spread: Spread,
+    /// Codes and ranges that rank 0 reads.
+    bytes: u64,
+    /// The time on one GPU over that on all of these, times their number.
+    efficiency: f64,
+    /// Of the merged output against that of one GPU.
+    nmse: f64,
+}
+
+/// Tokens of the sequences.
+fn lengths() -> [usize; 5] {
+    [64 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20]
+}
+
+/// How they are stored.
+fn formats(_head_dim: usize) -> [(&'static str, SegmentFormat); 4] {
+    [
+        ("f16", SegmentFormat::F16),
+        ("calibquant:4", SegmentFormat::calibquant(Bits::Four)),
+        ("calibquant:2", SegmentFormat::calibquant(Bits::Two)),
+        ("calibquant:1", SegmentFormat::calibquant(Bits::One)),
+    ]
+}
+
+/// Numbers of GPUs that share a sequence: the powers of two up to `ranks`.
+fn worlds(ranks: usize) -> Vec<usize> {
+    std::iter::successors(Some(1), |world| Some(world * 2)).take_while(|&world| world <= ranks).collect()
+}
+
+/// Runs the suite on `ranks` GPUs, or as the process of rank `rank`.
+///
+/// # Errors
+/// [`Error::Adapter`] without enough GPUs; when a device or a process fails; [`Wrong`](crate::outcome::Wrong) for
+/// outputs that differ from those of one GPU.
+pub fn run(ranks: usize, rank: Option<usize>, driver: String, json: bool) -> Result<Outcome> {
+    ensure!(
+        ranks.is_power_of_two() && ranks <= share::PARTS,
+        "--ranks {ranks}: give 1, 2, 4 or 8; a sequence is cut into {} parts",
+        share::PARTS
+    );
+    let shape = AttentionShape::new(32, 8, 128)?;
+    if let Some(rank) = rank {
+        let backend = Cuda::open(rank, KernelCache::of_user())?;
+        let process = Process::new(Meeting { rank, ranks }, backend, shape)?;
+        return pollster::block_on(process.run()).map(|()| Outcome::Passed);
+    }
+    check_gpus(ranks)?;
+    let program = std::env::current_exe()?;
+    let command = |rank: usize| {
+        let mut command = Command::new(&program);
+        command.args(["bench", "--suite", "ranks", "--ranks", &ranks.to_string(), "--rank", &rank.to_string()]);
+        command
+    };
+    let found: Found = serde_json::from_str(&meeting::run(ranks, command)?[0])?;
+    let report = RanksReport {
+        run: provenance::run(driver, None),
+        query_heads: shape.query_heads(),
+        kv_heads: shape.kv_heads(),
+        head_dim: shape.head_dim(),
+        found,
+    };
+    if json {
+        print::json(&report)?
+    } else {
+        print_tables(&report)?
+    }
+    Ok(Outcome::Passed)
+}
+
+/// Checks that there are as many GPUs.
+fn check_gpus(ranks: usize) -> kvpack::Result<()> {
+    let found = match driver_present() {
+        true => CudaContext::device_count().map_or(0, |count| count.max(0) as usize),
+        false => 0,
+    };
+    if found >= ranks {
+        return Ok(());
+    }
+    let reason = match driver_present() {
+        true => format!("{ranks} ranks need {ranks} NVIDIA GPUs, and this machine has {found}; give --ranks {found}"),
+        false => format!(
+            "{ranks} ranks need {ranks} NVIDIA GPUs, and the CUDA driver (libcuda) was not found; install NVIDIA's driver"
+        ),
+    };
+    Err(Error::Adapter { reason })
+}
+
+fn print_tables(RanksReport { found, .. }: &RanksReport) -> Result<()> {
+    say!("{:>5} {:>16} {:>9} {:>22}", "ranks", "exchange", "bytes", "µs")?;
+    for ExchangeRow { ranks, transport, bytes, us, spread } in &found.exchanges {
+        say!("{ranks:>5} {transport:>16} {bytes:>9} {:>22}", figure(*us, *spread, 2))?;
+    }
+    say!(
+        "\n{:>8} {:<13} {:>5} {:>9} {:>22} {:>22} {:>10} {:>7}",
+        "tokens",
+        "format",
+        "ranks",
+        "transport",
+        "µs",
+        "attention alone, µs",
+        "efficiency",
+        "NMSE"
+    )?;
+    for row in &found.rows {
+        let RanksRow { tokens, format, ranks, transport, us, spread, attend_us, attend_spread, .. } = row;
+        let (step, attend) = (figure(*us, *spread, 1), figure(*attend_us, *attend_spread, 1));
+        let percent = row.efficiency * 100.0;
+        let nmse = row.nmse;
+        say!(
+            "{tokens:>8} {format:<13} {ranks:>5} {transport:>9} {step:>22} {attend:>22} {percent:>8.1} % {nmse:>7.0e}"
+        )?;
+    }
+    say!(
+        "\n{}, a process for each GPU. A step: attention of one query, exchange and merge, in a CUDA graph.",
+        found.backend
+    )?;
+    say!("Efficiency: the time on one GPU over that on all of them, times their number. NMSE: against one GPU.")?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sequences_are_cut_into_whole_tiles_of_parts() {
+        assert!(lengths().iter().all(|tokens| tokens.is_multiple_of(share::PARTS * kvpack::TILE_TOKENS)));
+        assert_eq!(worlds(4), [1, 2, 4]);
+        assert_eq!(worlds(1), [1]);
+    }
+}
