@@ -105,10 +105,10 @@ impl Cuda {
 
     fn zeroed_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
         let heads = rows * shape.query_heads();
-        Ok(AttentionStates {
-            outputs: Tensor::zeroed(&self.stream, heads * shape.head_dim(), ElementType::F32)?,
-            lse: Tensor::zeroed(&self.stream, heads, ElementType::F32)?,
-        })
+        let outputs = heads * shape.head_dim();
+        // One after the other, so that ranks can send them at once.
+        let both = Tensor::zeroed(&self.stream, outputs + heads, ElementType::F32)?;
+        Ok(AttentionStates { outputs: both.slice(0, outputs)?, lse: both.slice(outputs, heads)? })
     }
 
     /// Memory that the calls of the backend share. No other thread may write to it between this call's writes and the

@@ -8,5 +8,6 @@ mod device;
 mod model_step;
 mod prompt_parts;
 mod query_runs;
+mod ranks;
 mod shares;
 mod step_states;

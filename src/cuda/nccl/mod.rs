@@ -20,13 +20,16 @@ mod reduce;
 
 use std::ffi::{c_int, c_void};
 use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::attend::merge_parts::{PartsAt, check_f32, merge_parts, merge_parts_at};
 use super::backend::Cuda;
 use super::device::driver::driver_error;
 use super::device::tensor::Tensor;
 use super::rank_end::{RankEnd, check_broadcast, check_gather, check_reduce, is_capturing, pause, wait_for};
-use crate::backend::StateParts;
+use crate::backend::{AttentionStates, StateParts};
+use crate::format::AttentionShape;
 use crate::plan::ElementType;
 use crate::ranks::{Reduction, StateExchange, Transport};
 use crate::{Error, Result};
@@ -280,7 +283,15 @@ impl Transport for Nccl {
         }
     }
 
-    /// Both all-gathers are one operation of NCCL.
+    /// Outputs and log-sum-exps of a rank after each other: what one all-gather brings is merged where it lies.
+    async fn room_for_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
+        let heads = self.end.ranks.saturating_mul(rows).saturating_mul(shape.query_heads());
+        let zeroed = |elements| Tensor::zeroed(self.backend.stream(), elements, ElementType::F32);
+        Ok(AttentionStates { outputs: zeroed(heads.saturating_mul(shape.head_dim() + 1))?, lse: zeroed(heads)? })
+    }
+
+    /// States whose log-sum-exps follow their outputs in memory, as attention returns them, are gathered at once. Others
+    /// take two all-gathers, which are one operation of NCCL.
     fn merge_states(
         &mut self,
         exchange: StateExchange<'_, Tensor>,
@@ -291,31 +302,55 @@ impl Transport for Nccl {
         let StateExchange { shape, rows, states, gathered } = exchange;
         let heads = rows.saturating_mul(shape.query_heads());
         let elements = heads.saturating_mul(shape.head_dim());
-        let stream = self.backend.stream();
-        check_gather(self.end.ranks, stream, (&states.outputs, elements), &gathered.outputs)?;
-        check_gather(self.end.ranks, stream, (&states.lse, heads), &gathered.lse)?;
+        let (ranks, stream) = (self.end.ranks, self.backend.stream().clone());
+        check_gather(ranks, &stream, (&states.outputs, elements), &gathered.outputs)?;
+        check_gather(ranks, &stream, (&states.lse, heads), &gathered.lse)?;
+        check_f32("outputs of a rank", &states.outputs)?;
+        check_f32("log-sum-exps of a rank", &states.lse)?;
+        let both = elements.saturating_add(heads);
+        let follows = states.lse.address() == states.outputs.address() + 4 * elements as u64
+            && Arc::ptr_eq(states.lse.memory(), states.outputs.memory());
+        let lse = lse.as_deref();
+        if !follows || gathered.outputs.elements() < both.saturating_mul(ranks) {
+            self.gather_both(states, (elements, heads), gathered)?;
+            let parts = StateParts { states: gathered, parts: ranks, rows };
+            return merge_parts(&self.backend, &shape, parts, output, lse);
+        }
+        let (from, to) = (states.outputs.address(), gathered.outputs.address());
+        // SAFETY: Log-sum-exps follow the outputs in memory of the same tensor, which was checked to have both, and the
+        // room has as many of every rank. All is freed in the order of the stream.
+        self.queue("exchange of states", |nccl, communicator, stream| unsafe {
+            let kind = kind(ElementType::F32);
+            (nccl.all_gather)(from as *const c_void, to as *mut c_void, both, kind, communicator, stream)
+        })?;
+        let at = PartsAt { outputs: to, lse: to + 4 * elements as u64, output_stride: both, lse_stride: both };
+        // SAFETY: The all-gather before it on the stream puts the parts there.
+        unsafe { merge_parts_at(&self.backend, (&shape, rows), (at, ranks), output, lse) }
+    }
+}
+
+impl Nccl {
+    /// Gathers outputs and log-sum-exps apart.
+    fn gather_both(
+        &mut self,
+        states: &AttentionStates<Tensor>,
+        (elements, heads): (usize, usize),
+        gathered: &AttentionStates<Tensor>,
+    ) -> Result<()> {
         let pairs = [(&states.outputs, &gathered.outputs, elements), (&states.lse, &gathered.lse, heads)]
-            .map(|(from, to, count)| (from.address(), to.address(), count, kind(from.element_type())));
+            .map(|(from, to, count)| (from.address(), to.address(), count));
         // SAFETY: As `gather`, twice.
         self.queue("exchange of states", |nccl, communicator, stream| unsafe {
             let mut results = vec![(nccl.group_start)()];
-            for (from, to, count, kind) in pairs {
-                results.push((nccl.all_gather)(
-                    from as *const c_void,
-                    to as *mut c_void,
-                    count,
-                    kind,
-                    communicator,
-                    stream,
-                ));
+            for (from, to, count) in pairs {
+                let (from, to, kind) = (from as *const c_void, to as *mut c_void, kind(ElementType::F32));
+                results.push((nccl.all_gather)(from, to, count, kind, communicator, stream));
             }
             results.push((nccl.group_end)());
             // Within a group, calls only note what is asked for; its end reports for all.
             let is_error = |result: &c_int| ![SUCCESS, IN_PROGRESS].contains(result);
             results.iter().copied().find(is_error).or(results.last().copied()).unwrap_or(SUCCESS)
-        })?;
-        let parts = StateParts { states: gathered, parts: self.end.ranks, rows };
-        crate::backend::Attention::merge_parts(&self.backend, &shape, parts, output, lse)
+        })
     }
 }
 

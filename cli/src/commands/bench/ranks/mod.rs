@@ -46,6 +46,13 @@ struct Found {
     rows: Vec<RanksRow>,
 }
 
+impl Found {
+    /// What the exchange of the states of one query took alone.
+    fn exchange_us(&self, ranks: usize, transport: &str) -> Option<f64> {
+        self.exchanges.iter().find(|row| row.ranks == ranks && row.transport == transport).map(|row| row.us)
+    }
+}
+
 /// States of random queries, exchanged and merged, or gathered only.
 #[derive(Deserialize, Serialize)]
 struct ExchangeRow {
@@ -71,21 +78,28 @@ struct RanksRow {
     /// Of that, the attention of rank 0, measured alone.
     attend_us: f64,
     attend_spread: Spread,
+    /// That and the exchange alone of the same states: what the step should take.
+    predicted_us: f64,
     /// Codes and ranges that rank 0 reads.
     bytes: u64,
+    /// Copies that rank 0 holds, and that steps go round.
+    copies: usize,
     /// The time on one GPU over that on all of these, times their number.
     efficiency: f64,
     /// Of the merged output against that of one GPU.
     nmse: f64,
 }
 
+/// Tokens of the longest sequence.
+const MOST_TOKENS: usize = 4 << 20;
+
 /// Tokens of the sequences.
 fn lengths() -> [usize; 5] {
-    [64 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20]
+    [64 << 10, 128 << 10, 512 << 10, 1 << 20, MOST_TOKENS]
 }
 
 /// How they are stored.
-fn formats(_head_dim: usize) -> [(&'static str, SegmentFormat); 4] {
+fn formats() -> [(&'static str, SegmentFormat); 4] {
     [
         ("f16", SegmentFormat::F16),
         ("calibquant:4", SegmentFormat::calibquant(Bits::Four)),
@@ -163,13 +177,14 @@ fn print_tables(RanksReport { found, .. }: &RanksReport) -> Result<()> {
         say!("{ranks:>5} {transport:>16} {bytes:>9} {:>22}", figure(*us, *spread, 2))?;
     }
     say!(
-        "\n{:>8} {:<13} {:>5} {:>9} {:>22} {:>22} {:>10} {:>7}",
+        "\n{:>8} {:<13} {:>5} {:>9} {:>22} {:>22} {:>9} {:>10} {:>7}",
         "tokens",
         "format",
         "ranks",
         "transport",
         "µs",
         "attention alone, µs",
+        "predicted",
         "efficiency",
         "NMSE"
     )?;
@@ -177,9 +192,9 @@ fn print_tables(RanksReport { found, .. }: &RanksReport) -> Result<()> {
         let RanksRow { tokens, format, ranks, transport, us, spread, attend_us, attend_spread, .. } = row;
         let (step, attend) = (figure(*us, *spread, 1), figure(*attend_us, *attend_spread, 1));
         let percent = row.efficiency * 100.0;
-        let nmse = row.nmse;
+        let (nmse, predicted) = (row.nmse, row.predicted_us);
         say!(
-            "{tokens:>8} {format:<13} {ranks:>5} {transport:>9} {step:>22} {attend:>22} {percent:>8.1} % {nmse:>7.0e}"
+            "{tokens:>8} {format:<13} {ranks:>5} {transport:>9} {step:>22} {attend:>22} {predicted:>9.1} {percent:>8.1} % {nmse:>7.0e}"
         )?;
     }
     say!(

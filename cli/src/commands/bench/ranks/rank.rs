@@ -14,12 +14,12 @@ use kvpack::cuda::peer::{Peer, PeerHandle, PeerSlots};
 use kvpack::cuda::{Cuda, Tensor};
 use kvpack::plan::{ElementType, Elements};
 use kvpack::ranks::{StateExchange, Transport};
-use kvpack::{AttentionShape, Error};
+use kvpack::{AttentionShape, Error, SegmentFormat};
 use kvpack_report::Median;
 
 use super::meeting::Meeting;
 use super::share::{Contents, Sequence, Share};
-use super::{ExchangeRow, Found, MOST_NMSE, RanksRow, formats, lengths, worlds};
+use super::{ExchangeRow, Found, MOST_NMSE, MOST_TOKENS, RanksRow, formats, lengths, worlds};
 use crate::commands::bench::timed::random_rows;
 use crate::outcome::Wrong;
 use crate::print::note;
@@ -29,6 +29,13 @@ const EXCHANGED_ROWS: [usize; 3] = [1, 16, 64];
 
 /// Deadline of the transports: ranks compile and capture at their own pace.
 const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Layers of the longest sequence in f16 that exceed one GPU, and fit two: 192 GiB.
+const LAYERS: usize = 12;
+
+/// Attempts to time a row whose samples lie far apart, and how far they may, in percent.
+const ATTEMPTS: usize = 3;
+const STEADY: f64 = 1.5;
 
 /// Steps of a graph, at least.
 const STEPS: usize = 32;
@@ -79,12 +86,18 @@ impl Process {
             links.push((ranks, link));
         }
         for tokens in lengths() {
-            for (name, format) in formats(self.shape.head_dim()) {
-                let sequence = Sequence { shape: self.shape, tokens, format };
+            for (name, format) in formats() {
+                let sequence = Sequence { shape: self.shape, tokens, format, layers: None };
                 let mut one = None;
                 for &ranks in &worlds {
                     let link = links.iter_mut().find(|(of, _)| *of == ranks).map(|(_, link)| link);
                     self.time_sequence(&contents, (sequence, name), (ranks, link), &mut one, &mut found).await?;
+                }
+                // Once more with layers that no GPU of today holds.
+                if tokens == MOST_TOKENS && format == SegmentFormat::F16 && self.meeting.ranks > 1 {
+                    let link = links.iter_mut().find(|(of, _)| *of == 2).map(|(_, link)| link);
+                    let deep = Sequence { layers: Some(LAYERS), ..sequence };
+                    self.time_sequence(&contents, (deep, name), (2, link), &mut one, &mut found).await?;
                 }
             }
         }
@@ -179,14 +192,16 @@ impl Process {
             let random: Vec<f32> = random_rows(elements, usize::MAX, seed).iter().map(|x| x.to_f32()).collect();
             Tensor::upload(self.backend.stream(), Elements::F32(&random))
         };
-        let seed = 10 * self.meeting.rank as u64;
-        Ok(AttentionStates { outputs: upload(heads * self.shape.head_dim(), seed)?, lse: upload(heads, seed + 1)? })
+        let outputs = heads * self.shape.head_dim();
+        let both = upload(outputs + heads, 10 + self.meeting.rank as u64)?;
+        Ok(AttentionStates { outputs: both.slice(0, outputs)?, lse: both.slice(outputs, heads)? })
     }
 
     /// Meets as often as those who measure.
     fn stand_by(&self) -> Result<Option<Median>> {
         self.meeting.meet("")?;
         self.meeting.meet("")?;
+        while self.meeting.of(0, "")? == AGAIN {}
         Ok(None)
     }
 
@@ -246,7 +261,8 @@ impl Process {
             };
             if let (Some((nmse, Some(time))), Some(attend), Some((_, alone))) = (checked, attend, one.as_ref()) {
                 let row = self.row((sequence, name), share, (ranks, transport), (time, attend), *alone);
-                found.rows.push(RanksRow { nmse, ..row });
+                let exchanged = found.exchange_us(ranks, transport).unwrap_or(f64::NAN);
+                found.rows.push(RanksRow { nmse, predicted_us: attend.us() + exchanged, ..row });
             }
         }
         Ok(())
@@ -269,7 +285,9 @@ impl Process {
             spread: time.spread,
             attend_us: attend.us(),
             attend_spread: attend.spread,
+            predicted_us: attend.us(),
             bytes: share.bytes(),
+            copies: share.steps.len(),
             efficiency: alone / (ranks as f64 * time.seconds),
             nmse: 0.0,
         }
@@ -356,12 +374,23 @@ impl Process {
         let first = self.meeting.of(0, &first.to_string())?.parse::<f64>().unwrap_or(SECONDS);
         let times = (SECONDS / first.max(1e-6)).clamp(REPLAYS.0, REPLAYS.1) as usize;
         let warm = (SECONDS / first.max(1e-6)).clamp(1.0, 1000.0) as usize;
-        let samples = replay(warm + times)?.split_off(warm);
-        transport.wait_for_all(&self.backend)?;
-        let median = Median::of(samples.into_iter().map(|sample| sample / steps as f64).collect());
-        Ok((self.meeting.rank == 0).then_some(median))
+        let mut best: Option<Median> = None;
+        for attempt in 1.. {
+            let samples = replay(warm + times)?.split_off(warm);
+            transport.wait_for_all(&self.backend)?;
+            let median = Median::of(samples.into_iter().map(|sample| sample / steps as f64).collect());
+            best = Some(best.filter(|best| best.seconds < median.seconds).unwrap_or(median));
+            let is_steady = median.spread.percent_of(median.us()) < STEADY;
+            if self.meeting.of(0, if is_steady || attempt == ATTEMPTS { "good" } else { AGAIN })? != AGAIN {
+                break;
+            }
+        }
+        Ok(best.filter(|_| self.meeting.rank == 0))
     }
 }
+
+/// What rank 0 says of a timing that is to be repeated.
+const AGAIN: &str = "again";
 
 /// What launches are waited for with.
 trait Waits {

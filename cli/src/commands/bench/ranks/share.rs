@@ -78,6 +78,8 @@ pub struct Sequence {
     pub tokens: usize,
     /// How they are stored.
     pub format: SegmentFormat,
+    /// Copies, such as layers of a model; none for as many as steps have to go round.
+    pub layers: Option<usize>,
 }
 
 impl Share {
@@ -92,7 +94,7 @@ impl Share {
         (rank, ranks): (usize, usize),
         queries: &Tensor,
     ) -> Result<Self> {
-        let Sequence { shape, tokens, format } = sequence;
+        let Sequence { shape, tokens, format, .. } = sequence;
         let copies = copies(sequence, ranks);
         let recipe = if format == SegmentFormat::F16 { Recipe::f16() } else { Recipe::pack_all(format) };
         let mut cache = KvCache::new(backend.clone(), shape, copies, recipe)?;
@@ -113,8 +115,9 @@ impl Share {
             }
         }
         let zeroed = |elements| Tensor::zeroed(backend.stream(), elements, ElementType::F32);
-        let outputs = zeroed(shape.query_heads() * shape.head_dim())?;
-        let states = AttentionStates { outputs, lse: zeroed(shape.query_heads())? };
+        let (heads, outputs) = (shape.query_heads(), shape.query_heads() * shape.head_dim());
+        let both = zeroed(outputs + heads)?;
+        let states = AttentionStates { outputs: both.slice(0, outputs)?, lse: both.slice(outputs, heads)? };
         let mut steps = Vec::with_capacity(copies);
         for copy in 0..copies {
             let step = AttendStep::new(backend, &cache.plan(&[QueryRun::decode(copy)])?)?;
@@ -131,7 +134,10 @@ impl Share {
 }
 
 /// Copies of the share of a sequence.
-fn copies(Sequence { shape, tokens, format }: Sequence, ranks: usize) -> usize {
+fn copies(Sequence { shape, tokens, format, layers }: Sequence, ranks: usize) -> usize {
+    if let Some(layers) = layers {
+        return layers;
+    }
     let pages = (tokens / ranks / kvpack::TILE_TOKENS) as u64;
     let bytes = pages * format.page_bytes(&shape) as u64;
     FOOTPRINT.div_ceil(bytes.max(1)).clamp(1, MOST_COPIES as u64) as usize
