@@ -303,7 +303,6 @@ impl ModelStep {
 
     fn plan(&self, plan: &AttendPlan) -> Result<AttendStep> {
         let mut step = AttendStep::new(&self.backend, plan)?;
-        step.check_seen()?;
         if let Some(rows) = self.query_rows {
             step = step.with_query_layout(rows);
         }
@@ -393,7 +392,7 @@ impl WrittenStep<'_> {
         self.launch_store(layer)?;
         let (part, place) = self.part(layer)?;
         let attention = of_layer(&part.bound.launches.attention, place)?;
-        let beside = part.bound.beside && self.is_for_graphs();
+        let beside = part.bound.beside && self.is_for_graphs() && !attention.writes_unseen_rows();
         if beside { attention.launch_beside_storing() } else { attention.launch() }
     }
 

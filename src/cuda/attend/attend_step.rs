@@ -224,6 +224,7 @@ impl AttendStep {
         let same = |(a, b): (&PlannedLaunch, &PlannedLaunch)| a.is_bound_like(b);
         self.sizes(Sizing::Classes) == other.sizes(Sizing::Classes)
             && self.scoring == other.scoring
+            && self.unseen == other.unseen
             && self.segments.len() == other.segments.len()
             && self.segments.iter().zip(&other.segments).all(same)
     }

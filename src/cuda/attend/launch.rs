@@ -113,6 +113,11 @@ impl BoundAttendStep {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::After))
     }
 
+    /// Whether it writes rows of queries that see no token, which no kernel of attention takes.
+    pub(in crate::cuda) fn writes_unseen_rows(&self) -> bool {
+        !self.unseen.is_empty()
+    }
+
     /// [`Self::launch`] directly behind the storing kernels of its layer, overlapping with them. Only for steps of one
     /// launch, whose tables name the pages to wait for.
     pub(in crate::cuda) fn launch_beside_storing(&self) -> Result<()> {

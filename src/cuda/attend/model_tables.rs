@@ -181,7 +181,7 @@ impl ModelTables {
 
 /// Bytes of an item, given those of all items.
 fn item_bytes(segment: &PlannedLaunch) -> usize {
-    segment.item_bytes().len() / segment.item_count()
+    segment.item_bytes().len() / segment.item_count().max(1)
 }
 
 const fn page_word(page: Page) -> u32 {

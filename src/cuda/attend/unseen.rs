@@ -7,10 +7,10 @@ use cudarc::driver::result::{memcpy_dtod_async, memset_d8_async};
 
 use super::attend_step::AttendStep;
 use super::launch::BoundAttendStep;
+use crate::Result;
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::tensor::Tensor;
-use crate::{Error, Result};
 
 /// The output and the log-sum-exps of a query that sees no token.
 #[derive(Debug)]
@@ -57,19 +57,5 @@ impl AttendStep {
             })
             .collect();
         Ok(())
-    }
-
-    /// Checks that every query sees a token: tables that are written step by step have no place for others.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`].
-    pub(in crate::cuda) fn check_seen(&self) -> Result<()> {
-        match self.unseen.first() {
-            None => Ok(()),
-            Some(row) => Err(Error::Unsupported {
-                what: format!("query {row}, which sees no token, in a step of a model on CUDA"),
-                hint: "leave the sequence out of the step, or attend with KvCache".into(),
-            }),
-        }
     }
 }

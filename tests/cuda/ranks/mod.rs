@@ -16,7 +16,7 @@ use kvpack::cuda::peer::{Peer, PeerHandle, PeerSlots};
 use kvpack::cuda::{Cuda, KernelCache};
 
 /// Enough for kernels that are compiled while another rank waits.
-const DEADLINE: Duration = Duration::from_secs(30);
+const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Words of a slot: few, so that longer operations take several launches.
 const WORDS: usize = 8 * 32 * 129;
