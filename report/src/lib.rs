@@ -12,6 +12,7 @@ mod measured;
 mod model;
 pub mod page;
 mod peers;
+mod ranks;
 pub mod recipes;
 mod run;
 mod suite;
@@ -27,5 +28,6 @@ pub use eval::{CalibratedRow, EvalReport, FormatRow, LayerReport, SummaryRow, su
 pub use measured::{Measured, ReadError, read};
 pub use model::{ModelReport, PasskeyRow, RecipeRow};
 pub use peers::{PeerRow, PeersReport};
+pub use ranks::{ExchangeRow, RanksFound, RanksReport, RanksRow};
 pub use run::{Run, utc};
 pub use suite::{SuiteReport, SuiteTable};

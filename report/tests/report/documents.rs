@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvpack_report::tables::Device;
-use kvpack_report::{read, recipes};
+use kvpack_report::{RanksReport, read, recipes};
 
 /// Longest line of prose in a document, in characters: that of the code, see rustfmt.toml.
 const LINE: usize = 120;
@@ -58,6 +58,19 @@ fn device(name: &str) -> Option<Device> {
     Some(Device::new(measured).unwrap_or_else(|error| panic!("{}: {error}", file.display())))
 }
 
+/// A part of what was measured on several GPUs.
+fn ranks(name: &str, part: &str) -> String {
+    let file = root().join("docs/results/ranks").join(format!("{name}.json"));
+    let text = fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    let report: RanksReport = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    match part {
+        "provenance" => report.provenance(),
+        "exchanges" => report.exchange_table(),
+        "steps" => report.step_table(),
+        part => panic!("documents have no part 'ranks, {part}'"),
+    }
+}
+
 /// The names of the devices of docs/results.
 fn devices() -> Vec<String> {
     let entries = fs::read_dir(root().join("docs/results")).expect("docs/results");
@@ -70,6 +83,9 @@ fn devices() -> Vec<String> {
 fn made(path: &Path, of: &str, part: &str) -> String {
     if (of, part) == ("the library", "recipes") {
         return recipes::table().expect("recipes");
+    }
+    if let Some(part) = part.strip_prefix("ranks, ") {
+        return ranks(of, part);
     }
     let Some(measured) = device(of) else { return String::new() };
     match part {

@@ -131,9 +131,9 @@ fn load() -> std::result::Result<Functions, String> {
 impl Functions {
     /// What a result means, and what the communicator says about it.
     pub(super) fn message(&self, communicator: Communicator, result: c_int) -> String {
-        // SAFETY: NCCL returns texts of its own, which end with a zero.
         let text = |text: *const c_char| match text.is_null() {
             true => String::new(),
+            // SAFETY: NCCL returns texts of its own, which end with a zero.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned(),
         };
         // SAFETY: Takes any number.

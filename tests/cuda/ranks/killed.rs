@@ -182,6 +182,9 @@ fn survive<T: Transport<Backend = Cuda>>(
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_killed_peer_is_an_error_in_time() {
+    if !super::are_gpus(2, "peer memory between ranks") {
+        return;
+    }
     let backend = backend(0);
     let (kept, mut random, mut longest) = (Kept::new(&backend), Random::new(1), Duration::ZERO);
     for _ in 0..KILLS {

@@ -1,5 +1,5 @@
-//! Ranks that exchange through NCCL and through peer memory. Ranks are threads, on as many GPUs as there are; peer memory
-//! also takes several ranks on one. What needs two GPUs says so where there is one.
+//! Ranks that exchange through NCCL and through peer memory. Ranks are threads with a GPU each, since a rank that waits in
+//! a kernel holds up those on its GPU. What needs more GPUs than there are says so.
 //!
 //!     cargo test --release --features cuda,nccl --test cuda -- --ignored ranks::
 

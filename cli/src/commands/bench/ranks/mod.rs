@@ -13,8 +13,7 @@ use anyhow::{Result, ensure};
 use kvpack::cuda::cudarc::driver::CudaContext;
 use kvpack::cuda::{Cuda, KernelCache, driver_present};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
-use kvpack_report::{Run, Spread};
-use serde::{Deserialize, Serialize};
+use kvpack_report::{ExchangeRow, RanksFound, RanksReport, RanksRow};
 
 use super::timed::figure;
 use crate::outcome::Outcome;
@@ -25,70 +24,6 @@ use rank::Process;
 
 /// What outputs may differ by from those of one GPU.
 const MOST_NMSE: f64 = 1e-6;
-
-/// What was found, as it is printed in JSON.
-#[derive(Serialize)]
-#[serde(tag = "kind", rename = "ranks")]
-struct RanksReport {
-    run: Run,
-    query_heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    #[serde(flatten)]
-    found: Found,
-}
-
-/// What rank 0 found.
-#[derive(Default, Deserialize, Serialize)]
-struct Found {
-    backend: String,
-    exchanges: Vec<ExchangeRow>,
-    rows: Vec<RanksRow>,
-}
-
-impl Found {
-    /// What the exchange of the states of one query took alone.
-    fn exchange_us(&self, ranks: usize, transport: &str) -> Option<f64> {
-        self.exchanges.iter().find(|row| row.ranks == ranks && row.transport == transport).map(|row| row.us)
-    }
-}
-
-/// States of random queries, exchanged and merged, or gathered only.
-#[derive(Deserialize, Serialize)]
-struct ExchangeRow {
-    ranks: usize,
-    transport: String,
-    /// Outputs and log-sum-exps of one rank.
-    bytes: usize,
-    us: f64,
-    #[serde(flatten)]
-    spread: Spread,
-}
-
-/// One sequence on some GPUs: a step of one query, from the query to the merged output.
-#[derive(Deserialize, Serialize)]
-struct RanksRow {
-    tokens: usize,
-    format: String,
-    ranks: usize,
-    transport: String,
-    us: f64,
-    #[serde(flatten)]
-    spread: Spread,
-    /// Of that, the attention of rank 0, measured alone.
-    attend_us: f64,
-    attend_spread: Spread,
-    /// That and the exchange alone of the same states: what the step should take.
-    predicted_us: f64,
-    /// Codes and ranges that rank 0 reads.
-    bytes: u64,
-    /// Copies that rank 0 holds, and that steps go round.
-    copies: usize,
-    /// The time on one GPU over that on all of these, times their number.
-    efficiency: f64,
-    /// Of the merged output against that of one GPU.
-    nmse: f64,
-}
 
 /// Tokens of the longest sequence.
 const MOST_TOKENS: usize = 4 << 20;
@@ -137,7 +72,7 @@ pub fn run(ranks: usize, rank: Option<usize>, driver: String, json: bool) -> Res
         command.args(["bench", "--suite", "ranks", "--ranks", &ranks.to_string(), "--rank", &rank.to_string()]);
         command
     };
-    let found: Found = serde_json::from_str(&meeting::run(ranks, command)?[0])?;
+    let found: RanksFound = serde_json::from_str(&meeting::run(ranks, command)?[0])?;
     let report = RanksReport {
         run: provenance::run(driver, None),
         query_heads: shape.query_heads(),

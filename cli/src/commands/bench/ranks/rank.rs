@@ -15,11 +15,11 @@ use kvpack::cuda::{Cuda, Tensor};
 use kvpack::plan::{ElementType, Elements};
 use kvpack::ranks::{StateExchange, Transport};
 use kvpack::{AttentionShape, Error, SegmentFormat};
-use kvpack_report::Median;
+use kvpack_report::{ExchangeRow, Median, RanksFound, RanksRow};
 
 use super::meeting::Meeting;
 use super::share::{Contents, Sequence, Share};
-use super::{ExchangeRow, Found, MOST_NMSE, MOST_TOKENS, RanksRow, formats, lengths, worlds};
+use super::{MOST_NMSE, MOST_TOKENS, formats, lengths, worlds};
 use crate::commands::bench::timed::random_rows;
 use crate::outcome::Wrong;
 use crate::print::note;
@@ -76,7 +76,7 @@ impl Process {
     /// # Errors
     /// When the device or another rank fails; [`Wrong`] for outputs that differ.
     pub async fn run(mut self) -> Result<()> {
-        let mut found = Found { backend: self.backend.name(), ..Found::default() };
+        let mut found = RanksFound { backend: self.backend.name(), ..RanksFound::default() };
         let contents = Contents::new(&self.backend, &self.shape)?;
         let worlds = worlds(self.meeting.ranks);
         let mut links = Vec::new();
@@ -143,7 +143,7 @@ impl Process {
     }
 
     /// Exchanges alone, one after the other.
-    async fn time_exchanges(&mut self, links: &mut Option<Links>, ranks: usize, found: &mut Found) -> Result<()> {
+    async fn time_exchanges(&mut self, links: &mut Option<Links>, ranks: usize, found: &mut RanksFound) -> Result<()> {
         for rows in EXCHANGED_ROWS {
             for transport in ["peer", "nccl", "nccl all-gather"] {
                 let time = match (links.as_mut(), transport) {
@@ -212,7 +212,7 @@ impl Process {
         (sequence, name): (Sequence, &'static str),
         (ranks, link): (usize, Option<&mut Option<Links>>),
         one: &mut Option<(Vec<f64>, f64)>,
-        found: &mut Found,
+        found: &mut RanksFound,
     ) -> Result<()> {
         let rank = self.meeting.rank;
         let filled = match self.is_one_of(ranks) {
