@@ -1,7 +1,7 @@
 //! Ranks that exchange through NCCL and through peer memory. Ranks are threads with a GPU each, since a rank that waits in
 //! a kernel holds up those on its GPU. What needs more GPUs than there are says so.
 //!
-//!     cargo test --release --features cuda,nccl --test cuda -- --ignored ranks::
+//!     cargo test --release -p kvpack-tests --features cuda,nccl --test cuda -- --ignored ranks::
 
 mod exchanges;
 mod killed;
