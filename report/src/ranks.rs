@@ -113,7 +113,7 @@ impl RanksReport {
         let Run { commit, date, command, driver, .. } = &self.run;
         let ranks = self.found.rows.iter().map(|row| row.ranks).max().unwrap_or(1);
         let commit = commit.as_deref().unwrap_or("unknown");
-        format!("{ranks} × {}; driver {driver}; commit `{commit}`; {date}; `{command}`.\n", self.found.backend)
+        format!("{ranks} × {}; driver {driver}; commit `{commit}`; {date};\n`{command}`.\n", self.found.backend)
     }
 
     /// Exchanges alone, in Markdown.

@@ -15,12 +15,12 @@ const BETWEEN: char = '\t';
 pub struct Meeting {
     /// This rank.
     pub rank: usize,
-    /// Of so many.
+    /// Number of ranks.
     pub ranks: usize,
 }
 
 impl Meeting {
-    /// Waits for all ranks, and returns what they say, in their order.
+    /// Waits for all ranks, and returns their lines, in their order.
     ///
     /// # Errors
     /// When the command or another rank has ended.
@@ -33,7 +33,7 @@ impl Meeting {
         Ok(lines)
     }
 
-    /// What one rank says.
+    /// The line of one rank.
     ///
     /// # Errors
     /// As [`Meeting::meet`].

@@ -81,9 +81,9 @@ pub fn run(ranks: usize, rank: Option<usize>, driver: String, json: bool) -> Res
         found,
     };
     if json {
-        print::json(&report)?
+        print::json(&report)?;
     } else {
-        print_tables(&report)?
+        print_tables(&report)?;
     }
     Ok(Outcome::Passed)
 }

@@ -389,7 +389,7 @@ impl Process {
     }
 }
 
-/// What rank 0 says of a timing that is to be repeated.
+/// The line of rank 0 about a timing that is to be repeated.
 const AGAIN: &str = "again";
 
 /// What launches are waited for with.

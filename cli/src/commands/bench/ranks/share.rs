@@ -10,13 +10,13 @@ use kvpack::{AttentionShape, SegmentFormat};
 
 use super::super::timed::random_rows;
 
-/// Parts of a sequence of which each goes to one rank. So many ranks share a sequence at most.
+/// Parts of a sequence, each of which goes to one rank: up to eight ranks share a sequence.
 pub const PARTS: usize = 8;
 
 /// Parts whose values have another mean, so that leaving one out or counting it twice shows.
 const MEANS: [f32; 4] = [0.5, -0.5, 0.25, 1.0];
 
-/// Tokens that are stored at once, at most.
+/// The maximum number of tokens that are stored at once.
 const CHUNK: usize = 1 << 16;
 
 /// Random tokens, from which chunks are made.
