@@ -1,11 +1,15 @@
 //! Appends, forks, truncations, releases and windows over ranks, against one cache.
 
-use kvpack::cache::{Recipe, TokenRun};
-use kvpack::plan::{LayerAttention, QueryRun, Scoring, Visible};
+use kvpack::cache::{ModelCache, PrefixCache, Recipe, TokenRun};
+use kvpack::cpu::{Cpu, CpuTensor, nmse};
+use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Scoring, TokenRange, Visible};
 use kvpack::ranks::Placement;
-use kvpack::{AttentionShape, TILE_TOKENS};
+use kvpack::{AttentionShape, Bits, TILE_TOKENS};
 
-use super::script::{Act, SEQUENCES, check, on_many, shape};
+use pollster::block_on;
+
+use super::script::{Act, SEQUENCES, check, on_many, rank, shape};
+use super::{LONG, on_ranks};
 use crate::any_backend::model_steps::recipe;
 use crate::any_backend::random_rows::Random;
 
@@ -159,4 +163,65 @@ fn every_rank_stores_its_share() {
         let share = placement.share(rank).unwrap();
         assert_eq!(*tokens, [1001, 201, 500].map(|length| share.tokens(length)), "rank {rank}");
     }
+}
+
+/// Formats whose ranges are those of a span have ranges for every turn, and each turn is read with its own.
+#[test]
+fn turns_have_ranges_of_their_own() {
+    const TOKENS: usize = 900;
+    let mut random = Random::new(21);
+    let keys: Vec<f32> = (0..TOKENS * 2 * 64).map(|_| random.unit() * 0.1).collect();
+    // Later turns hold larger values.
+    let values: Vec<f32> = (0..TOKENS * 2 * 64).map(|i| random.unit() * (1 + i / (128 * TILE_TOKENS)) as f32).collect();
+    let query: Vec<f32> = (0..4 * 64).map(|_| random.normal()).collect();
+    let [keys, values, query] = [keys, values, query].map(CpuTensor::F32);
+    let (layout, runs) = (RowLayout::token_major(TOKENS, &shape()), [TokenRun::prompt(0, TOKENS)]);
+
+    let mut one = ModelCache::new(&Cpu::new(), &[(shape(), recipe("f16"))], 1).unwrap();
+    block_on(one.reserve_for_append(&runs)).unwrap();
+    one.begin_append(&runs).unwrap();
+    block_on(one.store(0, layout, &keys, &values)).unwrap();
+    one.commit().unwrap();
+    one.begin_attend(&[QueryRun::decode(0)]).unwrap();
+    let exact = block_on(one.attend(0, &query, ElementType::F32)).unwrap();
+    let exact: Vec<f64> = exact.to_f32().into_iter().map(f64::from).collect();
+
+    let layers = [(shape(), Recipe::calibquant(Bits::Eight))];
+    let outputs = on_ranks(2, LONG, |transport| {
+        let mut rank = rank(transport, &layers, Placement::new(2).unwrap());
+        block_on(rank.reserve_for_append(&runs)).unwrap();
+        rank.begin_append(&runs).unwrap();
+        block_on(rank.store(0, layout, &keys, &values)).unwrap();
+        rank.commit().unwrap();
+        rank.begin_attend(&[QueryRun::decode(0)]).unwrap();
+        let output = block_on(rank.attend(0, &query, ElementType::F32)).unwrap().to_f32();
+        rank.commit().unwrap();
+        output
+    });
+    let error = nmse(&outputs[0], &exact);
+    assert!(error < 1e-4, "{error:.1e}");
+}
+
+/// Prefixes are kept and entered on every rank alike, and not where tokens of a rank are gone.
+#[test]
+fn prefixes_lie_on_several_ranks() {
+    let layers = [(shape(), recipe("saw-int4"))];
+    let found = on_ranks(3, LONG, |transport| {
+        let mut rank = rank(transport, &layers, Placement::new(3).unwrap());
+        let mut prefixes = PrefixCache::new(2..3);
+        let tokens: Vec<u32> = (0..700).collect();
+        let runs = [TokenRun::prompt(0, 700)];
+        let rows = CpuTensor::F32(vec![0.5; 700 * 128]);
+        block_on(rank.reserve_for_append(&runs)).unwrap();
+        rank.begin_append(&runs).unwrap();
+        block_on(rank.store(0, RowLayout::token_major(700, &shape()), &rows, &rows)).unwrap();
+        rank.commit().unwrap();
+        let kept = prefixes.keep(rank.cache_mut(), &tokens, 0).unwrap();
+        let entered = prefixes.enter(rank.cache_mut(), &tokens[..600], 1).unwrap();
+        let stored = rank.cache().tokens(0, 1).unwrap();
+        prefixes.clear(rank.cache_mut()).unwrap();
+        rank.forget(0, TokenRange::new(0, 384).unwrap()).unwrap();
+        (kept, entered, stored, prefixes.keep(rank.cache_mut(), &tokens, 0).unwrap())
+    });
+    assert_eq!(found, [(640, 512, 256, 0), (640, 512, 128, 0), (640, 512, 128, 0)]);
 }

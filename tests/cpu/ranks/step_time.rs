@@ -6,7 +6,7 @@ use kvpack::ranks::{ExchangeTime, ReadTime, StepTime};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 
 /// The page with the table, and the lines around it.
-const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/ranks.md");
+const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/ranks.md");
 const BEGIN: &str = "<!-- computed by tests/cpu/ranks/step_time.rs -->\n\n";
 const END: &str = "\n<!-- computed until here -->";
 
@@ -90,7 +90,9 @@ fn the_table_in_the_documents_is_computed() {
         std::fs::write(PAGE, [before, BEGIN, &table, END, after].concat()).unwrap();
         return;
     }
-    panic!("docs/ranks.md has another table; KVPACK_UPDATE=1 cargo test --test cpu ranks::step_time writes it");
+    panic!(
+        "docs/ranks.md has another table; KVPACK_UPDATE=1 cargo test -p kvpack-tests --test cpu ranks::step_time writes it"
+    );
 }
 
 /// The model says what was measured at the lengths that it was made of, and between.
