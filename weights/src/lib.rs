@@ -58,6 +58,10 @@ mod linear;
 mod product;
 pub mod quantize;
 mod shape;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod stored;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 pub use checkpoint::Checkpoint;
 pub use codes::PackedCodes;
@@ -65,3 +69,7 @@ pub use error::{Error, Result};
 pub use linear::QuantizedLinear;
 pub use product::Real;
 pub use shape::{Bits, GroupSize, Groups, LinearShape, MOST_FEATURES, MOST_WEIGHTS};
+
+/// The most rows of activations of a product on a device. For more, dequantise the weights once.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub const MOST_ROWS: usize = 16;
