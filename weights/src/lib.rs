@@ -52,6 +52,8 @@
 mod algebra;
 pub mod checkpoint;
 mod codes;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 pub mod format;
 mod linear;

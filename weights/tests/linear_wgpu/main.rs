@@ -2,11 +2,15 @@
 //!
 //! `KVPACK_TEST_DRIVER` (lavapipe, swiftshader, system) says which driver is expected, as for kvpack's own tests.
 
+#[path = "../linear_cases/mod.rs"]
+mod linear_cases;
+
 use half::{bf16, f16};
 use kvpack_device::wgpu::{Checks, Kernels, Requirements, Tensor, choose_adapter, open_device};
 use kvpack_device::{ElementType, Elements};
 use kvpack_weights::wgpu::Linear;
-use kvpack_weights::{Bits, Error, GroupSize, Groups, LinearShape, MOST_ROWS, PackedCodes, QuantizedLinear};
+use kvpack_weights::{Error, MOST_ROWS};
+use linear_cases::{Case, PLAIN, cases, compare, floats, layer, ordered_cases};
 use pollster::block_on;
 
 struct Device {
@@ -31,85 +35,6 @@ fn device() -> Device {
         _ => Checks::Trusted,
     };
     Device { kernels: Kernels::new(&device, checks), device, queue }
-}
-
-/// How the groups of a layer lie.
-#[derive(Clone, Copy, Debug)]
-enum Order {
-    Natural,
-    ByActivation,
-}
-
-/// Scales that f16 holds, or not.
-#[derive(Clone, Copy, Debug)]
-enum ScaleKind {
-    Half,
-    Single,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Case {
-    bits: Bits,
-    outputs: usize,
-    inputs: usize,
-    group: usize,
-    order: Order,
-    scales: ScaleKind,
-    rows: usize,
-    x: ElementType,
-    y: ElementType,
-}
-
-const PLAIN: Case = Case {
-    bits: Bits::Four,
-    outputs: 12,
-    inputs: 256,
-    group: 128,
-    order: Order::Natural,
-    scales: ScaleKind::Half,
-    rows: 1,
-    x: ElementType::F16,
-    y: ElementType::F32,
-};
-
-/// Numbers below `below` that look random.
-fn numbers(count: usize, below: u32, seed: u32) -> Vec<u32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 17;
-        state ^= state << 5;
-        state % below
-    };
-    (0..count).map(|_| next()).collect()
-}
-
-fn floats(count: usize, seed: u32) -> Vec<f32> {
-    numbers(count, 1 << 20, seed).into_iter().map(|x| (x as f32 / (1 << 19) as f32) - 1.0).collect()
-}
-
-fn layer(case: &Case) -> QuantizedLinear {
-    let shape = LinearShape::new(case.outputs, case.inputs).unwrap();
-    let size = GroupSize::Inputs(case.group);
-    let groups = match case.order {
-        Order::Natural => Groups::in_order(shape, size),
-        Order::ByActivation => {
-            // Input k is the (7 · k)-th by its activations; the sizes are no multiples of 7.
-            let group = |input: usize| (7 * input % case.inputs / case.group) as u32;
-            Groups::indexed(shape, size, (0..case.inputs).map(group).collect()).unwrap()
-        }
-    };
-    let codes: Vec<u8> =
-        numbers(shape.weights(), case.bits.largest() + 1, 1).into_iter().map(|code| code as u8).collect();
-    let count = case.outputs * groups.count();
-    let scale = |x: f32| match case.scales {
-        ScaleKind::Half => f16::from_f32(0.01 * (x + 1.5)).to_f32(),
-        ScaleKind::Single => 0.01 * (x + 1.5),
-    };
-    // The largest zero is the one that no code reaches.
-    let zeros = numbers(count, case.bits.largest() + 2, 3).into_iter().map(|zero| zero as u16).collect();
-    let scales = floats(count, 2).into_iter().map(scale).collect();
-    QuantizedLinear::new(PackedCodes::pack(case.bits, shape, &codes).unwrap(), groups, scales, zeros).unwrap()
 }
 
 /// A tensor of these numbers, and what it holds.
@@ -140,21 +65,7 @@ fn check(on: &Device, case: Case) {
     let linear = Linear::upload(&on.device, &quantized).unwrap();
     let got = run(on, &linear, &x, case.rows, &y);
     assert_eq!(got, run(on, &linear, &x, case.rows, &y), "{case:?}: a second run");
-    let want = quantized.linear::<f64>(&held).unwrap();
-    let weights = quantized.dequantize::<f64>();
-    let step = match case.y {
-        ElementType::F32 => 0.0,
-        ElementType::F16 => 1.0 / 2048.0,
-        ElementType::Bf16 => 1.0 / 256.0,
-    };
-    for (at, (&got, &want)) in got.iter().zip(&want).enumerate() {
-        let (row, output) = (at / case.outputs, at % case.outputs);
-        let (x, w) = (&held[row * case.inputs..][..case.inputs], &weights[output * case.inputs..][..case.inputs]);
-        let absolute: f64 = x.iter().zip(w).map(|(x, w)| (x * w).abs()).sum();
-        let allowed = 2e-5 * absolute + step * want.abs();
-        let error = (f64::from(got) - want).abs();
-        assert!(error <= allowed, "{case:?}: row {row}, output {output}: {got}, not {want}");
-    }
+    compare(&case, &quantized, &held, &got);
     let behind = |of: &[f64]| of[case.rows * case.outputs..].to_vec();
     let after: Vec<f64> = got.iter().map(|&x| x.into()).collect();
     assert_eq!(behind(&after), behind(&before), "{case:?}: behind the outputs");
@@ -163,29 +74,13 @@ fn check(on: &Device, case: Case) {
 #[test]
 fn products_equal_those_of_f64() {
     let on = device();
-    for bits in Bits::ALL {
-        check(&on, Case { bits, ..PLAIN });
-        // More chunks than invocations, rows that do not fill the workgroups.
-        check(&on, Case { bits, inputs: 4160, group: 64, outputs: 6, rows: 5, ..PLAIN });
-    }
-    for (x, y) in ElementType::ALL.into_iter().zip([ElementType::F16, ElementType::Bf16, ElementType::F32]) {
-        check(&on, Case { x, y, rows: 3, outputs: 10, ..PLAIN });
-    }
-    check(&on, Case { rows: MOST_ROWS, outputs: 7, ..PLAIN });
-    check(&on, Case { scales: ScaleKind::Single, ..PLAIN });
-    check(&on, Case { group: 256, bits: Bits::Eight, x: ElementType::F32, ..PLAIN });
+    cases().into_iter().for_each(|case| check(&on, case));
 }
 
 #[test]
 fn groups_of_any_order_and_size() {
     let on = device();
-    for x in ElementType::ALL {
-        check(&on, Case { order: Order::ByActivation, x, rows: 2, ..PLAIN });
-    }
-    for bits in [Bits::Three, Bits::Four] {
-        check(&on, Case { bits, inputs: 200, group: 40, rows: 3, ..PLAIN });
-        check(&on, Case { bits, inputs: 65, group: 16, order: Order::ByActivation, ..PLAIN });
-    }
+    ordered_cases().into_iter().for_each(|case| check(&on, case));
 }
 
 #[test]
