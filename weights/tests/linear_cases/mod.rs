@@ -129,3 +129,23 @@ pub fn ordered_cases() -> Vec<Case> {
     }
     cases
 }
+
+/// Outputs, inputs and rows of the layers that are timed.
+pub const TIMED: [(usize, usize); 5] = [(4096, 4096), (8192, 8192), (14336, 4096), (8192, 28672), (5120, 13824)];
+
+/// A layer with groups of 128 whose codes look random.
+pub fn large_layer(bits: Bits, outputs: usize, inputs: usize) -> QuantizedLinear {
+    let shape = LinearShape::new(outputs, inputs).unwrap();
+    let groups = Groups::in_order(shape, GroupSize::Inputs(128));
+    let words =
+        (0..outputs * bits.words(inputs)).map(|at| (at as u32).wrapping_mul(0x9e37_79b9) ^ 0x5bd1_e995).collect();
+    let count = outputs * groups.count();
+    let scales = vec![f16::from_f32(0.01).to_f32(); count];
+    let codes = PackedCodes::new(bits, shape, words).unwrap();
+    QuantizedLinear::new(codes, groups, scales, vec![bits.middle() as u16; count]).unwrap()
+}
+
+/// Copies of a layer of `bytes` bytes that are several times as large as the caches of any device together.
+pub const fn copies(bytes: u64) -> usize {
+    (300 << 20) as usize / bytes as usize + 2
+}

@@ -12,7 +12,7 @@ use kvpack_device::cuda::{KernelCache, Kernels, Tensor, cudarc};
 use kvpack_device::{ElementType, Elements};
 use kvpack_weights::cuda::Linear;
 use kvpack_weights::{Bits, Error, MOST_ROWS};
-use linear_cases::{Case, PLAIN, cases, compare, floats, layer, ordered_cases};
+use linear_cases::{Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
 
 struct Device {
     stream: Arc<CudaStream>,
@@ -89,4 +89,45 @@ fn what_does_not_fit_is_refused() {
     let other = on.stream.context().new_stream().unwrap();
     let elsewhere = Tensor::zeroed(&other, 512, ElementType::F16).unwrap();
     assert!(matches!(refused(&elsewhere, 1, &y), Error::Device(kvpack_device::Error::Plan { .. })));
+}
+
+/// Products go round copies of the layer, between two events of the stream.
+#[test]
+#[ignore = "prints times; kvpack bench --suite linear measures"]
+fn times() {
+    let on = device();
+    for bits in [Bits::Four, Bits::Two, Bits::Three, Bits::Eight] {
+        for (outputs, inputs) in TIMED {
+            if bits != Bits::Four && outputs * inputs != 1 << 26 {
+                continue;
+            }
+            let quantized = large_layer(bits, outputs, inputs);
+            let first = Linear::upload(&on.stream, &quantized).unwrap();
+            let bytes = first.bytes();
+            let more = (1..copies(bytes)).map(|_| Linear::upload(&on.stream, &quantized).unwrap());
+            let layers: Vec<Linear> = std::iter::once(first.clone()).chain(more).collect();
+            for (of, rows) in
+                [(ElementType::F16, 1), (ElementType::F16, 4), (ElementType::F16, 16), (ElementType::Bf16, 1)]
+            {
+                let (x, _) = tensor(&on, &floats(rows * inputs, 4), of);
+                let (y, _) = tensor(&on, &floats(rows * outputs, 4), of);
+                let bound: Vec<_> = layers.iter().map(|layer| layer.bind(&on.kernels, &x, rows, &y).unwrap()).collect();
+                let run = |products: usize| {
+                    let flags = Some(cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT);
+                    let start = on.stream.record_event(flags).unwrap();
+                    bound.iter().cycle().take(products).for_each(|bound| bound.launch(&on.stream).unwrap());
+                    let end = on.stream.record_event(flags).unwrap();
+                    f64::from(start.elapsed_ms(&end).unwrap()) * 1e-3
+                };
+                run(400);
+                let best = |products| (0..5).map(|_| run(products)).fold(f64::MAX, f64::min);
+                let seconds = (best(1200) - best(400)) / 800.0;
+                let rate = bytes as f64 / seconds / 1e9;
+                println!(
+                    "{bits}, {outputs} x {inputs}, {rows} rows of {of:?}: {:.2} us, {rate:.0} GB/s",
+                    seconds * 1e6
+                );
+            }
+        }
+    }
 }

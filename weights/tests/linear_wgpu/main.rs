@@ -9,8 +9,8 @@ use half::{bf16, f16};
 use kvpack_device::wgpu::{Checks, Kernels, Requirements, Tensor, choose_adapter, open_device};
 use kvpack_device::{ElementType, Elements};
 use kvpack_weights::wgpu::Linear;
-use kvpack_weights::{Error, MOST_ROWS};
-use linear_cases::{Case, PLAIN, cases, compare, floats, layer, ordered_cases};
+use kvpack_weights::{Bits, Error, MOST_ROWS};
+use linear_cases::{Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
 use pollster::block_on;
 
 struct Device {
@@ -99,4 +99,44 @@ fn what_does_not_fit_is_refused() {
     // Rows of 7 outputs in 16 bits do not begin at words.
     let half = zeroed(14, ElementType::F16);
     assert!(matches!(refused(&x, 2, &half), Error::Device(kvpack_device::Error::Buffer { .. })));
+}
+
+/// Products go round copies of the layer. The time of one is the difference between many and half as many, so that what
+/// a submission costs falls out.
+#[test]
+#[ignore = "prints times; kvpack bench --suite linear measures"]
+fn times() {
+    let on = device();
+    for bits in [Bits::Four, Bits::Two, Bits::Three, Bits::Eight] {
+        for (outputs, inputs) in TIMED {
+            if bits != Bits::Four && outputs * inputs != 1 << 26 {
+                continue;
+            }
+            let quantized = large_layer(bits, outputs, inputs);
+            let first = Linear::upload(&on.device, &quantized).unwrap();
+            let bytes = first.bytes();
+            let more = (1..copies(bytes)).map(|_| Linear::upload(&on.device, &quantized).unwrap());
+            let layers: Vec<Linear> = std::iter::once(first.clone()).chain(more).collect();
+            for rows in [1, 4, 16] {
+                let (x, _) = tensor(&on, &floats(rows * inputs, 4), ElementType::F16);
+                let (y, _) = tensor(&on, &floats(rows * outputs, 4), ElementType::F16);
+                let bound: Vec<_> = layers.iter().map(|layer| layer.bind(&on.kernels, &x, rows, &y).unwrap()).collect();
+                let run = |products: usize| {
+                    let mut encoder = on.device.create_command_encoder(&Default::default());
+                    let mut pass = encoder.begin_compute_pass(&Default::default());
+                    bound.iter().cycle().take(products).for_each(|bound| bound.encode(&mut pass));
+                    drop(pass);
+                    let start = std::time::Instant::now();
+                    on.queue.submit([encoder.finish()]);
+                    on.device.poll(wgpu::PollType::wait_indefinitely()).unwrap();
+                    start.elapsed().as_secs_f64()
+                };
+                run(400);
+                let best = |products| (0..5).map(|_| run(products)).fold(f64::MAX, f64::min);
+                let seconds = (best(1200) - best(400)) / 800.0;
+                let rate = bytes as f64 / seconds / 1e9;
+                println!("{bits}, {outputs} x {inputs}, {rows} rows: {:.2} us, {rate:.0} GB/s", seconds * 1e6);
+            }
+        }
+    }
 }
