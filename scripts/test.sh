@@ -288,6 +288,7 @@ conformance_elsewhere() {
     local driver
     for driver in "${drivers[@]:1}"; do
         KVPACK_TEST_BRIEF=1 stage "conformance-$driver" on "$driver" program gpu_conformance
+        stage "linear-$driver" on "$driver" program linear_wgpu
     done
 }
 gpu_tests_elsewhere() {

@@ -30,11 +30,20 @@ struct Sums {
     rows: array<vec4<f32>, ROWS>,
 }
 
-fn add_chunk(sums: ptr<function, Sums>, outputs: vec4<u32>, first_row: u32, chunk: u32) {
-    let c0 = load_codes(outputs.x * CHUNKS + chunk);
-    let c1 = load_codes(outputs.y * CHUNKS + chunk);
-    let c2 = load_codes(outputs.z * CHUNKS + chunk);
-    let c3 = load_codes(outputs.w * CHUNKS + chunk);
+// A chunk of each of four outputs.
+struct Chunks {
+    c0: Codes,
+    c1: Codes,
+    c2: Codes,
+    c3: Codes,
+}
+
+fn load_chunks(outputs: vec4<u32>, chunk: u32) -> Chunks {
+    let at = outputs * CHUNKS + vec4<u32>(chunk);
+    return Chunks(load_codes(at.x), load_codes(at.y), load_codes(at.z), load_codes(at.w));
+}
+
+fn add_chunk(sums: ptr<function, Sums>, chunks: Chunks, outputs: vec4<u32>, first_row: u32, chunk: u32) {
     let group = chunk / GROUP_CHUNKS;
     let s0 = load_scale(outputs.x * GROUPS + group);
     let s1 = load_scale(outputs.y * GROUPS + group);
@@ -47,10 +56,10 @@ fn add_chunk(sums: ptr<function, Sums>, outputs: vec4<u32>, first_row: u32, chun
     var divided: array<vec4<f32>, ROWS>;
     // unroll
     for (var q = 0u; q < 4u; q++) {
-        let f0 = fields(c0, q);
-        let f1 = fields(c1, q);
-        let f2 = fields(c2, q);
-        let f3 = fields(c3, q);
+        let f0 = fields(chunks.c0, q);
+        let f1 = fields(chunks.c1, q);
+        let f2 = fields(chunks.c2, q);
+        let f3 = fields(chunks.c3, q);
         let by = divisors(q);
         // unroll
         for (var m = 0u; m < ROWS; m++) {
@@ -85,8 +94,12 @@ fn linear(
     let outputs = min(vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(OUTPUTS - 1u));
     let first_row = ROWS * workgroup.z;
     var sums: Sums;
+    // The next codes are on their way while some are multiplied. Behind the last chunk it is the last again.
+    var chunks = load_chunks(outputs, min(invocation, CHUNKS - 1u));
     for (var chunk = invocation; chunk < CHUNKS; chunk += INVOCATIONS) {
-        add_chunk(&sums, outputs, first_row, chunk);
+        let next = load_chunks(outputs, min(chunk + INVOCATIONS, CHUNKS - 1u));
+        add_chunk(&sums, chunks, outputs, first_row, chunk);
+        chunks = next;
     }
     // unroll
     for (var m = 0u; m < ROWS; m++) {

@@ -4,11 +4,13 @@
 
 @group(0) @binding(0) var<storage, read> codes: array<vec4<u32>>;
 
-fn load_codes(chunk: u32) -> vec4<u32> {
+alias Codes = vec4<u32>;
+
+fn load_codes(chunk: u32) -> Codes {
     return codes[chunk];
 }
 
-fn fields(chunk: vec4<u32>, q: u32) -> Octet {
+fn fields(chunk: Codes, q: u32) -> Octet {
     let word = chunk[q];
     let next = word >> 8u;
     return Octet(

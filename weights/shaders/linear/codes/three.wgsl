@@ -5,12 +5,14 @@
 
 @group(0) @binding(0) var<storage, read> codes: array<u32>;
 
-fn load_codes(chunk: u32) -> vec3<u32> {
+alias Codes = vec3<u32>;
+
+fn load_codes(chunk: u32) -> Codes {
     return vec3<u32>(codes[3u * chunk], codes[3u * chunk + 1u], codes[3u * chunk + 2u]);
 }
 
 // The pairs 0, 1 and 2 of a word lie within a mantissa, 3 and 4 do after a shift by 9.
-fn fields(chunk: vec3<u32>, q: u32) -> Octet {
+fn fields(chunk: Codes, q: u32) -> Octet {
     let next = chunk >> vec3<u32>(9u);
     switch q {
         case 0u: {

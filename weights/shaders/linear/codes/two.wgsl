@@ -4,11 +4,13 @@
 
 @group(0) @binding(0) var<storage, read> codes: array<vec2<u32>>;
 
-fn load_codes(chunk: u32) -> vec2<u32> {
+alias Codes = vec2<u32>;
+
+fn load_codes(chunk: u32) -> Codes {
     return codes[chunk];
 }
 
-fn fields(chunk: vec2<u32>, q: u32) -> Octet {
+fn fields(chunk: Codes, q: u32) -> Octet {
     let word = select(chunk.x, chunk.y, q >= 2u) >> (8u * (q % 2u));
     return Octet(
         halves(word & 0x00030003u, word & 0x000C000Cu),
