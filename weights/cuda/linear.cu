@@ -34,7 +34,7 @@ struct Chunk {
 
 __device__ __forceinline__ uint4 load16(const void* at) {
     uint4 x;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(at));
     return x;
@@ -294,24 +294,17 @@ __device__ __forceinline__ void add_step(const LinearCall& call, const Step& loa
 }
 
 // A block has 16 outputs and all rows; its warps take pairs of steps in turn.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, TILES == 1 ? 4 : 2) linear_mma(const __grid_constant__ LinearCall call) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) linear_mma(const __grid_constant__ LinearCall call) {
     __shared__ float partial[WARPS][TILES][16][8];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = 16 * blockIdx.x;
     const u32 outputs[2] = {min(first + lane / 4, OUTPUTS - 1u), min(first + lane / 4 + 8, OUTPUTS - 1u)};
     float sums[TILES][4] = {};
-    // The next two steps are on their way while two are multiplied. A step behind the last is the last again.
-    const auto load = [&](u32 step) { return load_step(call, outputs, min(step, STEPS - 1u), lane); };
-    Step one = load(2 * warp), two = load(2 * warp + 1);
     for (u32 step = 2 * warp; step < STEPS; step += 2 * WARPS) {
-        Step next_one = one, next_two = two;
-        if (step + 2 * WARPS < STEPS) {
-            next_one = load(step + 2 * WARPS);
-            next_two = load(step + 2 * WARPS + 1);
-        }
+        const bool has_next = step + 1 < STEPS;
+        const Step one = load_step(call, outputs, step, lane);
+        const Step next = load_step(call, outputs, has_next ? step + 1 : step, lane);
         add_step(call, one, step, lane, sums);
-        if (step + 1 < STEPS) add_step(call, two, step + 1, lane, sums);
-        one = next_one;
-        two = next_two;
+        if (has_next) add_step(call, next, step + 1, lane, sums);
     }
 #pragma unroll
     for (u32 tile = 0; tile < TILES; tile++) {
