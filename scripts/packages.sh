@@ -33,7 +33,8 @@ mkdir -p "$apart"
     printf '[workspace]\nresolver = "3"\nmembers = ["*-[0-9]*"]\n\n[patch.crates-io]\n'
     for package in "${packages[@]}"; do
         archive=$(ls -t "$target/package/$package"-[0-9]*.crate | sed -n 1p)
-        tar -x -f "$archive" -C "$apart"
+        # With the time of now: cargo stores one time in all archives, and would take a changed file for a known one.
+        tar -x -m -f "$archive" -C "$apart"
         name=$(basename "$archive" .crate)
         printf '%s = { path = "%s" }\n' "$package" "$name"
     done

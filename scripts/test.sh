@@ -229,7 +229,7 @@ no_validation_messages() {
     return 1
 }
 
-# Checks each feature of the library and of its device layer alone. A workspace build unifies features, which hides what one of them lacks. The
+# Checks each feature of the library, of its device layer and of the weights alone. A workspace build unifies features, which hides what one of them lacks. The
 # last set is kvpack together with a crate that makes cudarc link CUDA's libraries instead of loading them, as candle's
 # feature `cuda` does. Checking links nothing, so it needs no toolkit. The stage clippy checks all features together.
 every_feature_set() {
@@ -238,6 +238,7 @@ every_feature_set() {
         echo "features: ${features:-none}"
         cargo clippy --locked --package kvpack --no-default-features --features "$features" -- -D warnings || return
         cargo clippy --locked --package kvpack-device --no-default-features --features "$features" -- -D warnings || return
+        cargo clippy --locked --package kvpack-weights --no-default-features --features "$features" -- -D warnings || return
     done
 }
 
@@ -288,6 +289,7 @@ conformance_elsewhere() {
     local driver
     for driver in "${drivers[@]:1}"; do
         KVPACK_TEST_BRIEF=1 stage "conformance-$driver" on "$driver" program gpu_conformance
+        stage "linear-$driver" on "$driver" program linear_wgpu
     done
 }
 gpu_tests_elsewhere() {

@@ -95,7 +95,8 @@ impl Cuda {
         &self.stream
     }
 
-    pub(super) fn kernels(&self) -> &Kernels {
+    /// The compiled kernels of the device. Another library that stands on the device layer can share them.
+    pub fn kernels(&self) -> &Kernels {
         &self.kernels
     }
 

@@ -130,6 +130,18 @@ pub enum Error {
         /// The largest damping tried, as a fraction of the mean diagonal.
         damping: f64,
     },
+
+    /// An error of the device or of a tensor on it.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    #[error(transparent)]
+    Device(kvpack_device::Error),
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl From<kvpack_device::Error> for Error {
+    fn from(error: kvpack_device::Error) -> Self {
+        Self::Device(error)
+    }
 }
 
 /// Refuses a list of the wrong length.

@@ -1,5 +1,5 @@
 //! Quantised weights of transformers: GPTQ, AWQ and compressed-tensors checkpoints are read into one form, written from
-//! it, made by quantisers, and multiplied with on a CPU.
+//! it, made by quantisers, and multiplied with.
 //!
 //! A layer is `y = x · Wᵀ` with weights W `[N, K]` (N outputs, K inputs) and activations x `[rows, K]`, all row-major.
 //! [`QuantizedLinear`] holds W as codes of 2, 3, 4 or 8 bits with a scale and a zero for each group of inputs of an
@@ -13,7 +13,8 @@
 //! | [`quantize`] | round to nearest, GPTQ, GPTAQ, AWQ |
 //! | [`QuantizedLinear::linear`], [`QuantizedLinear::dequantize`] | the CPU reference, in f32 and f64 |
 //!
-//! Kernels for GPUs are not here yet. The crate knows nothing of key-value caches, and kvpack knows nothing of it.
+//! With the feature `wgpu` or `cuda`, a module of the same name multiplies up to 16 rows of activations on a GPU. The
+//! crate knows nothing of key-value caches, and kvpack knows nothing of it.
 //!
 //! # Quantise a layer and use it
 //!
@@ -52,12 +53,18 @@
 mod algebra;
 pub mod checkpoint;
 mod codes;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 pub mod format;
 mod linear;
 mod product;
 pub mod quantize;
 mod shape;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod stored;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 pub use checkpoint::Checkpoint;
 pub use codes::PackedCodes;
@@ -65,3 +72,7 @@ pub use error::{Error, Result};
 pub use linear::QuantizedLinear;
 pub use product::Real;
 pub use shape::{Bits, GroupSize, Groups, LinearShape, MOST_FEATURES, MOST_WEIGHTS};
+
+/// The most rows of activations of a product on a device. For more, dequantise the weights once.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub const MOST_ROWS: usize = 16;

@@ -9,6 +9,7 @@ mod cpu;
 mod cuda;
 pub mod dumped;
 mod evict;
+mod linear;
 pub mod output;
 mod prefill;
 #[cfg(feature = "cuda")]
@@ -37,6 +38,7 @@ use crate::print::{self, say};
 use crate::provenance;
 use append::TimedStores;
 use evict::TimedSelection;
+use linear::TimedLinear;
 use output::{Output, Style};
 use run::Subject;
 pub use run::run as run_plan;
@@ -149,6 +151,8 @@ enum SuiteName {
     Chunks,
     /// Keeping a tenth of a prompt of 32k and 128k tokens: the cost of each part, and what decoding gains
     Evict,
+    /// Products of 1, 4 and 16 rows of activations with weights in 2, 3, 4 and 8 bits
+    Linear,
     /// Sequences stored in segments of several precisions, and each segment alone
     Mixed,
     /// Prompts, a chunk over a long context and drafts: many queries for each sequence, by the wall clock
@@ -211,7 +215,7 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
     }
 }
 
-fn bench<B: TimedStores + TimedModel + TimedSelection>(
+fn bench<B: TimedStores + TimedModel + TimedSelection + TimedLinear>(
     args: &BenchArgs,
     backend: &B,
     driver: String,
@@ -224,6 +228,7 @@ fn bench<B: TimedStores + TimedModel + TimedSelection>(
         Some(SuiteName::Causal) => causal::run(backend, driver, &args.segment_formats()?, args.json),
         Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
+        Some(SuiteName::Linear) => linear::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Prefill) => prefill::run(backend, driver, args.format.as_deref(), args.json),
         #[cfg(feature = "cuda")]
         Some(SuiteName::Ranks) => bail!("--suite ranks opens GPUs of its own"),

@@ -1,0 +1,133 @@
+//! Products on an NVIDIA GPU against f64 products over the stored codes. `-- --ignored` runs them.
+
+#[path = "../linear_cases/mod.rs"]
+mod linear_cases;
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use half::{bf16, f16};
+use kvpack_device::cuda::driver::open_context;
+use kvpack_device::cuda::{KernelCache, Kernels, Tensor, cudarc};
+use kvpack_device::{ElementType, Elements};
+use kvpack_weights::cuda::Linear;
+use kvpack_weights::{Bits, Error, MOST_ROWS};
+use linear_cases::{Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
+
+struct Device {
+    stream: Arc<CudaStream>,
+    kernels: Kernels,
+}
+
+fn device() -> Device {
+    let context = open_context(0).unwrap();
+    Device { stream: context.new_stream().unwrap(), kernels: Kernels::new(context, KernelCache::None).unwrap() }
+}
+
+/// A tensor of these numbers, and what it holds.
+fn tensor(on: &Device, numbers: &[f32], element_type: ElementType) -> (Tensor, Vec<f64>) {
+    let upload = |elements: Elements<'_>| Tensor::upload(&on.stream, elements).unwrap();
+    let tensor = match element_type {
+        ElementType::F32 => upload(Elements::F32(numbers)),
+        ElementType::F16 => upload(Elements::F16(&numbers.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>())),
+        ElementType::Bf16 => upload(Elements::Bf16(&numbers.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>())),
+    };
+    let held = tensor.download(&on.stream).unwrap();
+    (tensor, held.into_iter().map(f64::from).collect())
+}
+
+fn check(on: &Device, case: Case) {
+    let quantized = layer(&case);
+    let (x, held) = tensor(on, &floats(case.rows * case.inputs, 4), case.x);
+    // Elements behind the outputs stay as they are.
+    let (y, before) = tensor(on, &floats(case.rows * case.outputs + 6, 5), case.y);
+    let bound = Linear::upload(&on.stream, &quantized).unwrap().bind(&on.kernels, &x, case.rows, &y).unwrap();
+    let run = || {
+        bound.launch(&on.stream).unwrap();
+        y.download(&on.stream).unwrap()
+    };
+    let got = run();
+    assert_eq!(got, run(), "{case:?}: a second run");
+    compare(&case, &quantized, &held, &got);
+    let behind: Vec<f64> = got[case.rows * case.outputs..].iter().map(|&x| x.into()).collect();
+    assert_eq!(behind, before[case.rows * case.outputs..], "{case:?}: behind the outputs");
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn products_equal_those_of_f64() {
+    let on = device();
+    cases().into_iter().for_each(|case| check(&on, case));
+    // By MMAs: every width, rows of one and of two tiles, steps that do not fill the warps.
+    for bits in Bits::ALL {
+        check(&on, Case { bits, outputs: 40, inputs: 2176, rows: MOST_ROWS, ..PLAIN });
+        check(&on, Case { bits, outputs: 17, inputs: 4096, rows: 7, y: ElementType::F16, ..PLAIN });
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn groups_of_any_order_and_size() {
+    let on = device();
+    ordered_cases().into_iter().for_each(|case| check(&on, case));
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn what_does_not_fit_is_refused() {
+    let on = device();
+    let linear = Linear::upload(&on.stream, &layer(&PLAIN)).unwrap();
+    let zeroed = |elements, of| Tensor::zeroed(&on.stream, elements, of).unwrap();
+    let (x, y) = (zeroed(512, ElementType::F16), zeroed(24, ElementType::F32));
+    let refused = |x: &Tensor, rows, y: &Tensor| linear.bind(&on.kernels, x, rows, y).unwrap_err();
+    for rows in [0, MOST_ROWS + 1] {
+        assert!(matches!(refused(&x, rows, &y), Error::Size { .. }));
+    }
+    assert!(matches!(refused(&x, 3, &y), Error::Device(kvpack_device::Error::Elements { .. })));
+    assert!(matches!(refused(&x, 2, &y.slice(0, 23).unwrap()), Error::Device(kvpack_device::Error::Elements { .. })));
+    assert!(matches!(refused(&x.slice(1, 256).unwrap(), 1, &y), Error::Device(kvpack_device::Error::Buffer { .. })));
+    let other = on.stream.context().new_stream().unwrap();
+    let elsewhere = Tensor::zeroed(&other, 512, ElementType::F16).unwrap();
+    assert!(matches!(refused(&elsewhere, 1, &y), Error::Device(kvpack_device::Error::Plan { .. })));
+}
+
+/// Products go round copies of the layer, between two events of the stream.
+#[test]
+#[ignore = "prints times; kvpack bench --suite linear measures"]
+fn times() {
+    let on = device();
+    for bits in [Bits::Four, Bits::Two, Bits::Three, Bits::Eight] {
+        for (outputs, inputs) in TIMED {
+            if bits != Bits::Four && outputs * inputs != 1 << 26 {
+                continue;
+            }
+            let quantized = large_layer(bits, outputs, inputs);
+            let first = Linear::upload(&on.stream, &quantized).unwrap();
+            let bytes = first.bytes();
+            let more = (1..copies(bytes)).map(|_| Linear::upload(&on.stream, &quantized).unwrap());
+            let layers: Vec<Linear> = std::iter::once(first.clone()).chain(more).collect();
+            for (of, rows) in
+                [(ElementType::F16, 1), (ElementType::F16, 4), (ElementType::F16, 16), (ElementType::Bf16, 1)]
+            {
+                let (x, _) = tensor(&on, &floats(rows * inputs, 4), of);
+                let (y, _) = tensor(&on, &floats(rows * outputs, 4), of);
+                let bound: Vec<_> = layers.iter().map(|layer| layer.bind(&on.kernels, &x, rows, &y).unwrap()).collect();
+                let run = |products: usize| {
+                    let flags = Some(cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT);
+                    let start = on.stream.record_event(flags).unwrap();
+                    bound.iter().cycle().take(products).for_each(|bound| bound.launch(&on.stream).unwrap());
+                    let end = on.stream.record_event(flags).unwrap();
+                    f64::from(start.elapsed_ms(&end).unwrap()) * 1e-3
+                };
+                run(400);
+                let best = |products| (0..5).map(|_| run(products)).fold(f64::MAX, f64::min);
+                let seconds = (best(1200) - best(400)) / 800.0;
+                let rate = bytes as f64 / seconds / 1e9;
+                println!(
+                    "{bits}, {outputs} x {inputs}, {rows} rows of {of:?}: {:.2} us, {rate:.0} GB/s",
+                    seconds * 1e6
+                );
+            }
+        }
+    }
+}

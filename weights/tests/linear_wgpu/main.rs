@@ -1,0 +1,142 @@
+//! Products on a wgpu device against f64 products over the stored codes.
+//!
+//! `KVPACK_TEST_DRIVER` (lavapipe, swiftshader, system) says which driver is expected, as for kvpack's own tests.
+
+#[path = "../linear_cases/mod.rs"]
+mod linear_cases;
+
+use half::{bf16, f16};
+use kvpack_device::wgpu::{Checks, Kernels, Requirements, Tensor, choose_adapter, open_device};
+use kvpack_device::{ElementType, Elements};
+use kvpack_weights::wgpu::Linear;
+use kvpack_weights::{Bits, Error, MOST_ROWS};
+use linear_cases::{Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
+use pollster::block_on;
+
+struct Device {
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    kernels: Kernels,
+}
+
+fn device() -> Device {
+    let adapter = block_on(choose_adapter(None)).unwrap();
+    let expected = match std::env::var("KVPACK_TEST_DRIVER").as_deref() {
+        Ok("lavapipe") => "llvmpipe",
+        Ok("swiftshader") => "SwiftShader",
+        _ => "",
+    };
+    let name = adapter.get_info().name;
+    assert!(name.contains(expected), "the adapter is '{name}'");
+    let requirements = Requirements::of(&adapter, wgpu::ExperimentalFeatures::disabled());
+    let (device, queue) = block_on(open_device(&adapter, requirements)).unwrap();
+    let checks = match std::env::var("KVPACK_CHECKS").as_deref() {
+        Ok("safe") => Checks::Safe,
+        _ => Checks::Trusted,
+    };
+    Device { kernels: Kernels::new(&device, checks), device, queue }
+}
+
+/// A tensor of these numbers, and what it holds.
+fn tensor(on: &Device, numbers: &[f32], element_type: ElementType) -> (Tensor, Vec<f64>) {
+    let upload = |elements: Elements<'_>| block_on(Tensor::upload(&on.device, &on.queue, elements)).unwrap();
+    let tensor = match element_type {
+        ElementType::F32 => upload(Elements::F32(numbers)),
+        ElementType::F16 => upload(Elements::F16(&numbers.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>())),
+        ElementType::Bf16 => upload(Elements::Bf16(&numbers.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>())),
+    };
+    let held = block_on(tensor.download(&on.device, &on.queue)).unwrap();
+    (tensor, held.into_iter().map(f64::from).collect())
+}
+
+fn run(on: &Device, linear: &Linear, x: &Tensor, rows: usize, y: &Tensor) -> Vec<f32> {
+    let bound = linear.bind(&on.kernels, x, rows, y).unwrap();
+    let mut encoder = on.device.create_command_encoder(&Default::default());
+    bound.encode(&mut encoder.begin_compute_pass(&Default::default()));
+    on.queue.submit([encoder.finish()]);
+    block_on(y.download(&on.device, &on.queue)).unwrap()
+}
+
+fn check(on: &Device, case: Case) {
+    let quantized = layer(&case);
+    let (x, held) = tensor(on, &floats(case.rows * case.inputs, 4), case.x);
+    // Elements behind the outputs stay as they are.
+    let (y, before) = tensor(on, &floats(case.rows * case.outputs + 6, 5), case.y);
+    let linear = Linear::upload(&on.device, &quantized).unwrap();
+    let got = run(on, &linear, &x, case.rows, &y);
+    assert_eq!(got, run(on, &linear, &x, case.rows, &y), "{case:?}: a second run");
+    compare(&case, &quantized, &held, &got);
+    let behind = |of: &[f64]| of[case.rows * case.outputs..].to_vec();
+    let after: Vec<f64> = got.iter().map(|&x| x.into()).collect();
+    assert_eq!(behind(&after), behind(&before), "{case:?}: behind the outputs");
+}
+
+#[test]
+fn products_equal_those_of_f64() {
+    let on = device();
+    cases().into_iter().for_each(|case| check(&on, case));
+}
+
+#[test]
+fn groups_of_any_order_and_size() {
+    let on = device();
+    ordered_cases().into_iter().for_each(|case| check(&on, case));
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let on = device();
+    let linear = Linear::upload(&on.device, &layer(&Case { outputs: 7, ..PLAIN })).unwrap();
+    let zeroed = |elements, of| Tensor::zeroed(&on.device, elements, of).unwrap();
+    let (x, y) = (zeroed(512, ElementType::F16), zeroed(14, ElementType::F32));
+    let refused = |x: &Tensor, rows, y: &Tensor| linear.bind(&on.kernels, x, rows, y).unwrap_err();
+    for rows in [0, MOST_ROWS + 1] {
+        assert!(matches!(refused(&x, rows, &y), Error::Size { .. }));
+    }
+    assert!(matches!(refused(&x, 3, &y), Error::Device(kvpack_device::Error::Elements { .. })));
+    assert!(matches!(refused(&x, 2, &y.slice(0, 13).unwrap()), Error::Device(kvpack_device::Error::Elements { .. })));
+    assert!(matches!(refused(&x.slice(1, 256).unwrap(), 1, &y), Error::Device(kvpack_device::Error::Buffer { .. })));
+    // Rows of 7 outputs in 16 bits do not begin at words.
+    let half = zeroed(14, ElementType::F16);
+    assert!(matches!(refused(&x, 2, &half), Error::Device(kvpack_device::Error::Buffer { .. })));
+}
+
+/// Products go round copies of the layer. The time of one is the difference between many and half as many, so that what
+/// a submission costs falls out.
+#[test]
+#[ignore = "prints times; kvpack bench --suite linear measures"]
+fn times() {
+    let on = device();
+    for bits in [Bits::Four, Bits::Two, Bits::Three, Bits::Eight] {
+        for (outputs, inputs) in TIMED {
+            if bits != Bits::Four && outputs * inputs != 1 << 26 {
+                continue;
+            }
+            let quantized = large_layer(bits, outputs, inputs);
+            let first = Linear::upload(&on.device, &quantized).unwrap();
+            let bytes = first.bytes();
+            let more = (1..copies(bytes)).map(|_| Linear::upload(&on.device, &quantized).unwrap());
+            let layers: Vec<Linear> = std::iter::once(first.clone()).chain(more).collect();
+            for rows in [1, 4, 16] {
+                let (x, _) = tensor(&on, &floats(rows * inputs, 4), ElementType::F16);
+                let (y, _) = tensor(&on, &floats(rows * outputs, 4), ElementType::F16);
+                let bound: Vec<_> = layers.iter().map(|layer| layer.bind(&on.kernels, &x, rows, &y).unwrap()).collect();
+                let run = |products: usize| {
+                    let mut encoder = on.device.create_command_encoder(&Default::default());
+                    let mut pass = encoder.begin_compute_pass(&Default::default());
+                    bound.iter().cycle().take(products).for_each(|bound| bound.encode(&mut pass));
+                    drop(pass);
+                    let start = std::time::Instant::now();
+                    on.queue.submit([encoder.finish()]);
+                    on.device.poll(wgpu::PollType::wait_indefinitely()).unwrap();
+                    start.elapsed().as_secs_f64()
+                };
+                run(400);
+                let best = |products| (0..5).map(|_| run(products)).fold(f64::MAX, f64::min);
+                let seconds = (best(1200) - best(400)) / 800.0;
+                let rate = bytes as f64 / seconds / 1e9;
+                println!("{bits}, {outputs} x {inputs}, {rows} rows: {:.2} us, {rate:.0} GB/s", seconds * 1e6);
+            }
+        }
+    }
+}
