@@ -234,7 +234,7 @@ no_validation_messages() {
 # feature `cuda` does. Checking links nothing, so it needs no toolkit. The stage clippy checks all features together.
 every_feature_set() {
     local features
-    for features in "" wgpu cuda cuda,cudarc/dynamic-linking; do
+    for features in "" wgpu cuda nccl cuda,cudarc/dynamic-linking; do
         echo "features: ${features:-none}"
         cargo clippy --locked --package kvpack --no-default-features --features "$features" -- -D warnings || return
         cargo clippy --locked --package kvpack-device --no-default-features --features "$features" -- -D warnings || return

@@ -43,10 +43,6 @@ impl RankEnd {
         Ok(Self { rank, ranks, deadline, lost: None })
     }
 
-    pub(super) const fn is_lost(&self) -> bool {
-        self.lost.is_some()
-    }
-
     /// # Errors
     /// The first failure of the transport.
     pub(super) fn check(&self) -> Result<()> {

@@ -170,7 +170,7 @@ impl Nccl {
     /// Loses the transport, and ends its kernels.
     fn give_up(&mut self, operation: &'static str, reason: String) -> Error {
         let (raw, is_owned) = (self.communicator.raw, self.communicator.is_owned);
-        if is_owned && !raw.is_null() && !self.end.is_lost() {
+        if is_owned && !raw.is_null() && self.end.check().is_ok() {
             self.communicator.raw = std::ptr::null_mut();
             // SAFETY: The communicator is this value's own, and is not used after this.
             unsafe { (self.nccl.abort)(raw) };
@@ -357,7 +357,7 @@ impl Nccl {
 impl Drop for Nccl {
     fn drop(&mut self) {
         let raw = self.communicator.raw;
-        if !self.communicator.is_owned || raw.is_null() || self.end.is_lost() {
+        if !self.communicator.is_owned || raw.is_null() || self.end.check().is_err() {
             return;
         }
         let stream = self.backend.stream();
