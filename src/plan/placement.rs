@@ -19,7 +19,8 @@ pub const MOST_RANKS: usize = 1 << 10;
 /// use kvpack::ranks::Placement;
 /// let placement = Placement::new(3)?;
 /// assert_eq!([0, 127, 128, 383, 384].map(|position| placement.rank_of(position)), [0, 0, 1, 2, 0]);
-/// assert_eq!((0..3).map(|rank| placement.share(rank)?.tokens(400)).collect::<Result<Vec<_>, _>>()?, [144, 128, 128]);
+/// let stored = |rank| Ok::<_, kvpack::Error>(placement.share(rank)?.tokens(400));
+/// assert_eq!([stored(0)?, stored(1)?, stored(2)?], [144, 128, 128]);
 /// # Ok::<(), kvpack::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
