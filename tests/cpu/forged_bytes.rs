@@ -3,7 +3,7 @@
 use kvpack::backend::Device;
 use kvpack::cache::{ModelCache, ModelRecipe, PromptSpan, StoreId, write_checksum};
 use kvpack::cpu::Cpu;
-use kvpack::plan::LayerAttention;
+use kvpack::plan::{LayerAttention, TokenRange};
 use kvpack::{Error, Result};
 use pollster::block_on;
 
@@ -127,10 +127,19 @@ fn spans_hold_what_a_store_can() {
     assert_eq!(Bytes::WINDOW, Bytes::STORE + 1);
 }
 
-/// A packed span of more than a tile, in a recipe with windows.
+/// Spans of more than a tile, in a recipe with windows: of a prompt in f16, and packed.
 #[test]
 fn long_spans_come_back_beside_windows() {
     let mut of = cache(&Cpu::new(), "calibquant:2+window=0");
+    let spans = [PromptSpan::f16(TokenRange::new(0, 200).unwrap())];
+    block_on(of.reserve_for_prefill(&spans)).unwrap();
+    of.begin_prefill(0, 200, &spans).unwrap();
+    let prompt = Prompt::new(shape(), LAYERS, 200, 3);
+    for layer in 0..LAYERS {
+        let dense = prompt.dense(&Cpu::new(), layer);
+        block_on(of.store_prompt(layer, dense.rows, &dense.keys, &dense.values, &spans)).unwrap();
+    }
+    of.commit().unwrap();
     append(&mut of, 0, &Prompt::new(shape(), LAYERS, 256, 3));
     append(&mut of, 0, &Prompt::new(shape(), LAYERS, 5, 4));
     let before = all_held(&of, 0);

@@ -186,6 +186,8 @@ fn chunks_are_whole_and_in_an_order() {
     for order in [&[0][..], &[0, 0], &[0, 2], &[0, 1, 1]] {
         assert!(matches!(check_order(33, 16, order), Err(Error::Chunks { .. })), "{order:?}");
     }
+    let short = check_order(33, 16, &[0]).unwrap_err().to_string();
+    assert!(short.contains("names 1 chunks; there are 2"), "{short}");
     assert_eq!(check_widths(64, 192), Ok(3));
     assert!(check_widths(64, 100).is_err() && check_widths(0, 64).is_err());
 }

@@ -1,6 +1,6 @@
 //! Parts of prompts on the CPU.
 
-use kvpack::cache::{Appended, Recipe};
+use kvpack::cache::{Appended, ModelCache, Recipe, TokenRun};
 use kvpack::cpu::Cpu;
 use kvpack::{Bits, SegmentFormat};
 
@@ -23,5 +23,16 @@ fn parts_become_spans_where_appended_tokens_stay() {
     for recipe in of {
         let packed = recipe.packed().format.to_string();
         prompt_parts::check_recipe(&Cpu::new(), (&packed, &recipe), 1e-6);
+    }
+}
+
+/// A part takes a range slot for what becomes a span, and none where all of it is of the sink.
+#[test]
+fn parts_of_a_sink_need_no_slot() {
+    let of = model_steps::recipe("cocktail+sink=150");
+    let cache = ModelCache::new(&Cpu::new(), &[(model_steps::shape(), of)], 1).unwrap();
+    for (tokens, spans) in [(150, 0), (151, 1)] {
+        let needed = cache.room_for_append(0, &[TokenRun::prompt(0, tokens)]).unwrap();
+        assert_eq!(needed.iter().map(|room| room.spans).collect::<Vec<_>>(), [0, spans, 0], "{tokens} tokens");
     }
 }

@@ -118,8 +118,8 @@ fn calibrated_spans_are_seen_from_their_beginning() {
 /// A message names the head and the place of the index that does not exist.
 #[test]
 fn an_index_that_does_not_exist_is_named() {
-    let refused = IndexShape::of(&[0, 1, 2, 3, 9, 5], 2, 6).unwrap_err().to_string();
-    assert!(refused.contains("index 1 of KV head 1 is 9"), "{refused}");
+    let refused = IndexShape::of(&[0, 1, 2, 3, 4, 9], 2, 6).unwrap_err().to_string();
+    assert!(refused.contains("index 2 of KV head 1 is 9"), "{refused}");
 }
 
 /// A table needs the rows that it names, and one that was emptied names none.
@@ -140,7 +140,7 @@ fn a_table_needs_the_rows_that_it_names() {
     assert!(writes.is_empty());
     writes.stores[0].tokens.push(TokenWrite { token: 6, page: page(0), slot: 3, centre: None });
     table.set(&writes).unwrap();
-    assert_eq!((table.tokens_needed(), layout.has_tokens()), (7, true));
+    assert_eq!(table.tokens_needed(), 7);
     writes.clear();
     table.set(&writes).unwrap();
     assert!(writes.is_empty() && table.tokens_needed() == 0);
