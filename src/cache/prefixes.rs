@@ -229,7 +229,6 @@ impl PrefixCache {
             return Ok(Some(free));
         }
         if self.prefixes.len() < self.sequences.len() {
-            cache.length(self.sequences.start + self.prefixes.len())?;
             self.prefixes.push(None);
             return Ok(Some(self.prefixes.len() - 1));
         }

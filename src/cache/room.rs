@@ -164,3 +164,23 @@ impl Room {
         lease.slot.into_iter().for_each(|slot| self.slots.release(slot));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A span that finds no slot takes no pages either.
+    #[test]
+    fn spans_need_a_slot() {
+        for takes in [Room::take, Room::take_last] {
+            let mut room = Room::new(true);
+            room.add_shard(2).unwrap();
+            let refused = takes(&mut room, 1);
+            assert!(matches!(refused, Err(Error::NoRoom { what: "range slots", .. })), "{refused:?}");
+            assert_eq!(room.free_pages(), 2);
+            room.add_slots(1);
+            assert_eq!(takes(&mut room, 1).unwrap().slot, Some(0));
+            assert_eq!((room.free_pages(), room.slots_in_use()), (1, 1));
+        }
+    }
+}

@@ -127,3 +127,20 @@ impl StateAssignment {
         StatePlace { state, stride: self.strides[block], rows: self.rows[row] }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As many states as a word counts, and one more.
+    #[test]
+    fn states_are_counted_in_a_word() {
+        let assign = |queries: usize| {
+            let (blocks, shared) = (vec![(0, 2), (2, queries)], vec![u32::MAX / 2, 1]);
+            StateCounts { blocks, shared, alone: vec![0; 2 + queries] }.assign()
+        };
+        assert_eq!(assign(1).unwrap().states, u32::MAX as usize);
+        let refused = assign(2).map(|of| of.states);
+        assert!(matches!(refused, Err(Error::Limit { needed: 0x1_0000_0000, .. })), "{refused:?}");
+    }
+}

@@ -405,6 +405,8 @@ mod tests {
                             let state = item.state + query * item.stride;
                             prop_assert!((work.rows()[row].first..work.rows()[row].end).contains(&state));
                             states[state as usize] += 1;
+                            let rows = work.rows()[item.row as usize];
+                            prop_assert_eq!((item.first_state, item.states), (rows.first, rows.end - rows.first));
                             prop_assert_eq!(segment.queries()[(item.query + query) as usize].row as usize, row);
                         }
                         if segment.calibration().is_some() {
@@ -428,6 +430,8 @@ mod tests {
             for rows in work.rows() {
                 prop_assert!((rows.first..rows.end).all(|row| states[row as usize] == 1));
             }
+            prop_assert!(work.rows().iter().all(|rows| (rows.first..rows.end).len() <= work.most_states()));
+            prop_assert!(work.rows().iter().any(|rows| (rows.first..rows.end).len() == work.most_states()));
         }
     }
 }

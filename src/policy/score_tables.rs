@@ -50,3 +50,32 @@ impl ScoreRequest<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{HeadAggregation, Pooling, QueryPositions, ScoreRule, Spans};
+
+    /// What a kernel is told: positions only where it weighs by them, boundaries only where text counts.
+    #[test]
+    fn kernels_get_what_they_need() {
+        let spans = Spans::new(9, &[TokenRange::new(2, 5).unwrap()]).unwrap();
+        let rows = QueryPositions::last(2, 9).unwrap();
+        let tables = |weighing, pool: Option<Pool>, text| {
+            let pooling = pool.map(|pool| Pooling::new(pool, 7).unwrap());
+            let scores = ScoreRule { aggregation: HeadAggregation::Mean, weighing, pooling };
+            ScoreRequest { spans: &spans, rows: &rows, scores, recent: 3, text }.tables()
+        };
+        let plain = tables(Weighing::Sum, None, TextRule::Equal);
+        assert_eq!((plain.tokens, plain.recent_from, plain.half_width), (9, 6, 0));
+        assert!(plain.rows.is_empty() && plain.boundaries.is_empty());
+        assert_eq!(plain.constants.map(|(_, value)| value), [0, 0, 0]);
+        for (pool, text, constants) in
+            [(Pool::Average, TextRule::Raised, [1, 1, 1]), (Pool::Max, TextRule::Stays, [1, 2, 2])]
+        {
+            let of = tables(Weighing::MeanOfVisible, Some(pool), text);
+            assert_eq!((of.half_width, of.rows, of.boundaries), (3, vec![7, 8], vec![2, 5]));
+            assert_eq!(of.constants.map(|(_, value)| value), constants);
+        }
+    }
+}

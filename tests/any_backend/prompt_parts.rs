@@ -10,7 +10,7 @@ use pollster::block_on;
 use crate::any_backend::model_steps;
 use crate::any_backend::random_rows::Random;
 
-/// All rules for appended tokens, with sinks and centres.
+/// Rules for appended tokens, with sinks and centres.
 pub const RECIPES: [&str; 8] = [
     "f16",
     "int8",
@@ -21,6 +21,9 @@ pub const RECIPES: [&str; 8] = [
     "calibquant:1+sink=150",
     "calibquant:2+window=128",
 ];
+
+/// Of these parts become spans of the first packed store.
+pub const KEEPING: [&str; 2] = ["cocktail", "cocktail+sink=150"];
 
 /// One of every rule.
 pub const RULES: [&str; 4] = ["saw-int4+sink=40", "saw-int4+centre+sink=128", "kivi:2", "calibquant:1+sink=150"];
@@ -74,8 +77,12 @@ struct Pair<B: Backend> {
 
 /// Goes through all steps with one recipe. Outputs differ from f64 over what the step holds by no more than `limit`.
 pub fn check<B: Backend + Clone>(backend: &B, recipe: &str, limit: f64) {
+    check_recipe(backend, (recipe, &model_steps::recipe(recipe)), limit);
+}
+
+/// The same for a recipe and its name.
+pub fn check_recipe<B: Backend + Clone>(backend: &B, (recipe, of): (&str, &Recipe), limit: f64) {
     let (shape, mut random) = (model_steps::shape(), Random::new(5));
-    let of = model_steps::recipe(recipe);
     let cache = || ModelCache::new(backend, &vec![(shape, of.clone()); LAYERS], 2).unwrap();
     let mut pair = Pair { backend: backend.clone(), recipe: of.clone(), cache: cache(), twin: cache() };
     for runs in steps() {

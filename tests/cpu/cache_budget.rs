@@ -1,13 +1,15 @@
 //! The budget of a cache: what runs out is refused before anything changes, absurd sizes before anything is allocated,
 //! and a scheduler is told beforehand.
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 
-use kvpack::backend::{Device, Storage};
+use kvpack::backend::{Device, Forward, Forwarding, Storage};
 use kvpack::cache::{
     Budget, Growth, KvCache, ModelCache, ModelRecipe, PromptSpan, Recipe, SequencePages, StoreId, StoreRoom, TokenRun,
 };
-use kvpack::cpu::{Cpu, CpuTensor};
+use kvpack::cpu::{Cpu, CpuStore, CpuTensor};
 use kvpack::plan::{MOST_TOKENS, RowLayout, TokenRange, WriteLayout};
 use kvpack::policy::Policy;
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
@@ -261,4 +263,61 @@ fn what_fails_half_way_is_given_back() {
     assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
     assert_eq!((cache.memory().allocated_bytes(), limited.store_bytes(&taken)), (0, 0));
     assert!(!limited.name().is_empty());
+}
+
+/// A device that makes so many shards and no more, and one that has no page of a format.
+#[derive(Clone)]
+struct Short {
+    cpu: Cpu,
+    shards: Rc<Cell<usize>>,
+    without: Option<SegmentFormat>,
+}
+
+impl Forward for Short {
+    type Inner = Cpu;
+
+    fn inner(&self) -> &Cpu {
+        &self.cpu
+    }
+
+    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
+        if self.without == Some(*format) { 0 } else { self.cpu.max_shard_pages(shape, format) }
+    }
+
+    async fn add_shard(&self, store: &mut CpuStore, pages: u32) -> Result<()> {
+        let Some(left) = self.shards.get().checked_sub(1) else {
+            return Err(Error::OutOfMemory { what: "a shard", bytes: 0, message: "a test".into() });
+        };
+        self.shards.set(left);
+        self.cpu.add_shard(store, pages).await
+    }
+}
+
+/// What a call allocated before it failed is given back, and what was there before stays, although nothing lies in it.
+#[test]
+fn a_failed_growth_leaves_the_shards_that_were_there() {
+    let recipe = || Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(1);
+    let shards = Rc::new(Cell::new(100));
+    let backend = |without| Forwarding(Short { cpu: Cpu::new(), shards: shards.clone(), without });
+    let mut cache = ModelCache::new(&backend(None), &vec![(shape(), recipe()); 2], 1).unwrap();
+    block_on(cache.reserve(&[room(1, 0), room(2, 0)])).unwrap();
+    let before = cache.memory();
+    for left in 0..4 {
+        shards.set(left);
+        let refused = block_on(cache.reserve(&[room(3, 0), room(5, 0)]));
+        assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+        assert_eq!(cache.memory(), before, "after {left} shards");
+    }
+    shards.set(4);
+    block_on(cache.reserve(&[room(3, 0), room(5, 0)])).unwrap();
+    assert_eq!(cache.free_room(0).unwrap().iter().map(|room| room.pages).collect::<Vec<_>>(), [3, 5]);
+
+    // A store that the device cannot hold is told before another one grows, and only where it is to grow.
+    shards.set(100);
+    let none = backend(Some(SegmentFormat::saw_int4()));
+    let mut cache = ModelCache::new(&none, &vec![(shape(), recipe()); 2], 1).unwrap();
+    let refused = block_on(cache.reserve(&[room(3, 0), room(5, 0)]));
+    assert!(matches!(refused, Err(Error::Limit { allowed: 0, .. })), "{refused:?}");
+    assert_eq!((cache.memory().allocated_bytes(), shards.get()), (0, 100));
+    block_on(cache.reserve(&[room(3, 0), room(0, 0)])).unwrap();
 }

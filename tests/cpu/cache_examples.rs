@@ -1,11 +1,13 @@
 //! Recipes, rooms and prompts of a cache: small examples, and what is refused.
 
 use kvpack::backend::Device;
-use kvpack::cache::{Appended, PromptSpan, StoreId};
+use kvpack::cache::{Appended, Budget, Growth, MOST_SEQUENCES, ModelCache, PromptSpan, StoreId, StoreRoom, TokenRun};
 use kvpack::cpu::{Cpu, CpuIndices, CpuTensor};
-use kvpack::plan::{RowLayout, Rows, TokenRange};
+use kvpack::plan::{ElementType, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
+
+use crate::any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()
@@ -72,6 +74,13 @@ fn trimming_tells_what_it_frees() {
     let allocated = cache.memory().allocated_bytes();
     assert!(allocated > 0);
     assert_eq!((cache.trim(), cache.memory().allocated_bytes()), (allocated, 0));
+    // A shard that something lies in stays.
+    block_on(cache.extend(0, RowLayout::token_major(3, &shape()), &rows(3), &rows(3))).unwrap();
+    let first = cache.memory().allocated_bytes();
+    block_on(cache.reserve(StoreId::F16, 3000)).unwrap();
+    let more = cache.memory().allocated_bytes() - first;
+    assert!(more > 0);
+    assert_eq!((cache.trim(), cache.memory().allocated_bytes()), (more, first));
 }
 
 /// Spans follow each other, and what a gather names lies in the prompt.
@@ -91,7 +100,8 @@ fn spans_of_a_prompt_lie_in_it() {
     for (below, fits) in [(30, true), (31, false)] {
         let indices = gathered(below);
         let stored = prefill(&[PromptSpan { tokens: Rows::Gather(&indices), ..run(0, 1) }]);
-        assert_eq!(stored.is_ok(), fits, "{below}: {stored:?}");
+        let refused = matches!(stored, Err(Error::PromptSpans { .. }));
+        assert_eq!((stored.is_ok(), refused), (fits, !fits), "{below}: {stored:?}");
     }
 }
 
@@ -104,4 +114,162 @@ fn memory_is_counted_in_bits() {
     block_on(cache.extend(0, RowLayout::token_major(tokens, &shape()), &rows(tokens), &rows(tokens))).unwrap();
     assert_eq!(cache.memory().bits_per_element(), 16.0);
     assert_eq!(cache.memory().in_use_bytes(), (tokens * 2 * 64 * 2 * 2) as u64);
+    let memory = cache.memory();
+    assert_eq!((memory.f16().bits_per_element(), memory.f16().elements), (16.0, (tokens * 2 * 64 * 2) as u64));
+
+    // Half a page, and its centre: one f32 for every channel of each KV head in both stores.
+    let recipe = || Recipe::pack_all(SegmentFormat::saw_int4()).with_centre();
+    let mut cache = KvCache::new(Cpu::new(), shape(), 3, recipe()).unwrap();
+    assert_eq!((cache.memory().packed()[0].bits_per_element(), cache.memory().in_use_bytes()), (0.0, 0));
+    for (sequence, centres) in [(0, 1), (1, 2)] {
+        block_on(cache.extend(sequence, RowLayout::token_major(64, &shape()), &rows(64), &rows(64))).unwrap();
+        let page = SegmentFormat::saw_int4().page_bytes(&shape()) as u64;
+        let centre = SegmentFormat::centre_bytes(&shape()) as u64;
+        let memory = cache.memory();
+        assert_eq!(memory.f16().in_use_bytes, centres * centre);
+        assert_eq!(memory.packed()[0].in_use_bytes, centres * (page + centre));
+        let elements = (centres * 64 * 2 * 64 * 2) as f64;
+        assert_eq!(memory.packed()[0].bits_per_element(), (centres * (page + centre) * 8) as f64 / elements);
+    }
+}
+
+/// A cache has as many sequences as it was made for.
+#[test]
+fn sequences_of_a_cache_are_counted() {
+    assert!(KvCache::new(Cpu::new(), shape(), 0, Recipe::f16()).is_err());
+    for (sequences, fits) in [(1, true), (3, true), (MOST_SEQUENCES, true), (MOST_SEQUENCES + 1, false)] {
+        let cache = KvCache::new(Cpu::new(), shape(), sequences, Recipe::f16());
+        assert_eq!(cache.as_ref().map(KvCache::sequences).ok(), fits.then_some(sequences));
+    }
+    for sequences in [1, 3] {
+        let cache = ModelCache::new(&Cpu::new(), &[(shape(), Recipe::f16())], sequences).unwrap();
+        assert_eq!(cache.sequences(), sequences);
+    }
+}
+
+/// Pages and range slots that a prompt lacks are told before anything changes, by the store that lacks them.
+#[test]
+fn what_a_prompt_lacks_is_told() {
+    let run = |start, end| PromptSpan::packed(TokenRange::new(start, end).unwrap());
+    let spans = [run(0, 10), run(10, 30), run(30, 40)];
+    let recipe = || Recipe::calibquant(Bits::Two);
+    let packed = recipe().packed().format.to_string();
+    let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), recipe())], 1)
+        .unwrap()
+        .with_budget(Budget::unlimited().growing(Growth::None));
+    block_on(cache.reserve(&[StoreRoom::default(), StoreRoom { pages: 5, spans: 2 }])).unwrap();
+    assert_eq!((cache.fits_prefill(&spans[..1]), cache.fits_prefill(&spans)), (Ok(true), Ok(false)));
+    let refused = cache.begin_prefill(0, 40, &spans);
+    let Err(Error::NoRoom { what, store, needed, free }) = refused else { panic!("{refused:?}") };
+    assert_eq!((what, store, needed, free), ("range slots", packed.clone(), 3, 2));
+    assert_eq!(cache.memory().in_use_bytes(), 0);
+
+    // What lacks bytes is the first store that is to grow, by pages or by slots alone.
+    let held = cache.memory().allocated_bytes();
+    let mut cache = cache.with_budget(Budget::of_bytes(held));
+    let short = |refused: Result<(), Error>| match refused {
+        Err(Error::NoRoom { what: "bytes of the budget", store, .. }) => store,
+        other => panic!("{other:?}"),
+    };
+    let f16 = SegmentFormat::F16.to_string();
+    let room = |pages, spans| StoreRoom { pages, spans };
+    assert_eq!(short(block_on(cache.reserve(&[room(0, 0), room(9, 0)]))), packed);
+    assert_eq!(short(block_on(cache.reserve(&[room(0, 0), room(0, 9)]))), packed);
+    assert_eq!(short(block_on(cache.reserve(&[room(1, 0), room(9, 9)]))), f16);
+}
+
+/// Range slots double, so that spans one by one do not copy all before them.
+#[test]
+fn range_slots_double() {
+    let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::calibquant(Bits::Two)).unwrap();
+    let slot = cache.recipe().packed().format.range_slot_bytes(&shape()) as u64;
+    let page = cache.recipe().packed().format.page_bytes(&shape()) as u64;
+    let span = [PromptSpan::packed(TokenRange::new(0, 1).unwrap())];
+    for (spans, slots) in [(8, 8), (9, 16), (16, 16), (17, 32)] {
+        while cache.pages_of(0).unwrap()[1].own < spans {
+            block_on(cache.prefill(0, RowLayout::token_major(1, &shape()), &rows(1), &rows(1), &span)).unwrap();
+        }
+        let of = cache.memory().packed()[0];
+        assert_eq!(of.allocated_bytes - of.pages as u64 * page, slots * slot, "{spans} spans");
+    }
+}
+
+/// A gathered prompt takes the first pages, so that shards behind it can be given back.
+#[test]
+fn gathered_tokens_take_the_first_pages() {
+    let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::pack_all(SegmentFormat::saw_int4())).unwrap();
+    (0..2)
+        .for_each(|_| block_on(cache.reserve(StoreId::PACKED, cache.memory().packed()[0].pages * 128 + 256)).unwrap());
+    let gathered = block_on(Cpu::new().upload_indices(&[0, 1, 0, 1], shape().kv_heads(), 30)).unwrap();
+    let spans = [PromptSpan::gather(&gathered, StoreId::PACKED)];
+    block_on(cache.prefill(0, RowLayout::token_major(30, &shape()), &rows(30), &rows(30), &spans)).unwrap();
+    let pages = cache.memory().packed()[0].pages;
+    assert!(cache.trim() > 0 && cache.memory().packed()[0].pages < pages);
+}
+
+/// Windows of a recipe that packs nothing are none, and a rule names the store that it is given.
+#[test]
+fn rules_of_appended_tokens_name_their_store() {
+    assert_eq!(Recipe::f16().with_window(5), Recipe::f16());
+    let (recipe, other) = Recipe::calibquant(Bits::Two).with_window(128).with_store(SegmentFormat::saw_int4()).unwrap();
+    assert_eq!(recipe.stores()[other.index()].format, SegmentFormat::saw_int4());
+    let recipe = recipe.with_appended(Appended::Tiles { to: other, newer: 7 });
+    assert_eq!(recipe.appended(), Appended::Tiles { to: other, newer: 7 });
+}
+
+/// A model's attention into the caller's tensor is what it returns, and so is that of a prompt that is stored with it.
+#[test]
+fn attention_goes_into_the_tensor_of_the_caller() {
+    let mut random = Random::new(4);
+    let mut of = |rows: usize| CpuTensor::F32((0..rows * 64).map(|_| random.normal()).collect());
+    let (keys, values, queries) = (of(2 * 9), of(2 * 9), of(4 * 9));
+    let layout = RowLayout::token_major(9, &shape());
+    let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), Recipe::f16())], 1).unwrap();
+    let runs = [TokenRun::chunk(0, 9)];
+    block_on(cache.reserve_for_append(&runs)).unwrap();
+    cache.begin_append(&runs).unwrap();
+    block_on(cache.store(0, layout, &keys, &values)).unwrap();
+    let expected = block_on(cache.attend(0, &queries, ElementType::F32)).unwrap().to_f32();
+    let mut output = CpuTensor::F32(vec![7.0; expected.len()]);
+    block_on(cache.attend_into(0, &queries, &mut output)).unwrap();
+    assert_eq!(output.to_f32(), expected);
+
+    let mut cache = KvCache::new(Cpu::new(), shape(), 1, Recipe::f16()).unwrap();
+    let mut output = CpuTensor::F32(vec![7.0; expected.len()]);
+    block_on(cache.prompt_attend_into(0, layout, &keys, &values, &queries, &mut output)).unwrap();
+    assert_eq!((output.to_f32(), cache.tokens(0)), (expected, Ok(9)));
+}
+
+/// A centre is set before there are tokens.
+#[test]
+fn only_an_empty_sequence_gets_a_centre() {
+    let recipe = Recipe::pack_all(SegmentFormat::saw_int4()).with_centre();
+    let mut cache = KvCache::new(Cpu::new(), shape(), 1, recipe).unwrap();
+    block_on(cache.set_centre(0, &rows(1))).unwrap();
+    assert!(matches!(block_on(cache.set_centre(0, &rows(1))), Err(Error::Plan { what: "centre", .. })));
+    cache.clear(0).unwrap();
+    block_on(cache.extend(0, RowLayout::token_major(3, &shape()), &rows(3), &rows(3))).unwrap();
+    assert!(matches!(block_on(cache.set_centre(0, &rows(1))), Err(Error::Plan { what: "centre", .. })));
+}
+
+/// Steps put tokens into f16 within a sink, and copy pages of it that sequences share; without one they need no entries.
+#[test]
+fn steps_put_tokens_of_a_sink_into_f16() {
+    for (sink, tokens) in [(0, 1), (40, 3)] {
+        let recipe = Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(sink);
+        let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), recipe)], 3).unwrap();
+        let append = |cache: &mut ModelCache<Cpu>, run: TokenRun| {
+            block_on(cache.reserve_for_append(&[run])).unwrap();
+            cache.begin_append(&[run]).unwrap();
+            let capacity = cache.open_steps().unwrap()[0].table.layout().stores()[0].tokens;
+            let layout = RowLayout::token_major(run.tokens(), &shape());
+            block_on(cache.store(0, layout, &rows(run.tokens()), &rows(run.tokens()))).unwrap();
+            cache.commit().unwrap();
+            capacity
+        };
+        assert_eq!(append(&mut cache, TokenRun::decode(0)), tokens, "a sink of {sink}");
+        cache.fork(0, 1).unwrap();
+        append(&mut cache, TokenRun::decode(1));
+        assert_eq!((cache.tokens(0, 0), cache.tokens(0, 1)), (Ok(1), Ok(2)));
+    }
 }

@@ -186,6 +186,8 @@ fn chunks_are_whole_and_in_an_order() {
     for order in [&[0][..], &[0, 0], &[0, 2], &[0, 1, 1]] {
         assert!(matches!(check_order(33, 16, order), Err(Error::Chunks { .. })), "{order:?}");
     }
+    let short = check_order(33, 16, &[0]).unwrap_err().to_string();
+    assert!(short.contains("names 1 chunks; there are 2"), "{short}");
     assert_eq!(check_widths(64, 192), Ok(3));
     assert!(check_widths(64, 100).is_err() && check_widths(0, 64).is_err());
 }
@@ -194,5 +196,54 @@ fn chunks_are_whole_and_in_an_order() {
 fn measured_rows_lie_in_the_context() {
     let of = |start, end, tokens| QueryPositions::of_range(TokenRange::new(start, end).unwrap(), None, tokens);
     assert_eq!(of(2, 4, 4).unwrap().positions(), [2, 3]);
+    assert_eq!(of(1, 3, 4).unwrap().positions(), [1, 2]);
     assert!(matches!(of(2, 5, 4), Err(Error::Selection { .. })));
+}
+
+/// The same when it is chosen again.
+#[test]
+fn every_layer_and_head_draws_its_own_tokens_again() {
+    let layer = || LayerSelection::new(40, vec![(0..40).collect(), (0..40).collect()]).unwrap();
+    let held = Selection::new(vec![layer(), layer()]).unwrap();
+    let policy = Policy::random(0.5, 1).unwrap();
+    let selection = policy.select_again(&Spans::new(40, &[]).unwrap(), &held, 0, &[]).unwrap();
+    let mut drawn: Vec<&[u32]> =
+        selection.layers().iter().flat_map(|layer| (0..2).map(|head| layer.kept(head))).collect();
+    assert!(drawn.iter().all(|kept| kept.len() == 20));
+    drawn.sort_unstable();
+    drawn.dedup();
+    assert_eq!(drawn.len(), 4);
+}
+
+/// The recent tokens of a pyramid stay in every layer, and only the others are shared out.
+#[test]
+fn a_pyramid_stands_on_its_recent_tokens() {
+    let policy = Policy { budget: BudgetRule::Pyramid { beta: 20 }, ..policy(4, TextRule::Equal, None) };
+    let sums = vec![LayerStatistics { column_sums: vec![0.5; 40], counts: Vec::new() }; 4];
+    let selection = policy.select(&Spans::new(40, &[]).unwrap(), 4, 1, &sums).unwrap();
+    let kept: Vec<usize> = selection.layers().iter().map(LayerSelection::count).collect();
+    let pyramid = |recent| pyramid_budgets(4, 40, PyramidShape { capacity: 20, recent, beta: 20 }).unwrap();
+    assert_eq!(kept, pyramid(4));
+    assert_ne!(kept, pyramid(0));
+}
+
+/// Layers that need nothing share alike, limits may be equal, and all tokens may be mandatory.
+#[test]
+fn budgets_at_their_limits() {
+    let limits = |min_ratio, max_ratio, mandatory| VlCacheLimits { min_ratio, max_ratio, mandatory };
+    let of = |sparsity: &[f64], limits| vlcache_budgets(sparsity, 10, 0.5, limits);
+    let equal = of(&[1.0; 2], VlCacheLimits::default()).unwrap();
+    assert_eq!((equal.raw_ratios, equal.tokens), (vec![0.5; 2], vec![5; 2]));
+    assert_eq!(of(&[0.2, 0.8], limits(0.5, 0.5, 0)).unwrap().tokens, [5, 5]);
+    assert_eq!(of(&[0.2, 0.8], limits(0.0, 1.0, 10)).unwrap().tokens, [10, 10]);
+    for refused in [limits(0.6, 0.5, 0), limits(0.0, 1.0, 11)] {
+        assert!(matches!(of(&[0.2, 0.8], refused), Err(Error::Budget { .. })), "{refused:?}");
+    }
+}
+
+/// Wanted are 5.8 and 1.6 tokens of ten, and 2.6: the fraction decides, not its share of the number.
+#[test]
+fn a_fraction_is_what_is_left_of_a_number() {
+    let budgets = vlcache_budgets(&[0.42, 0.84, 0.74], 10, 1.0 / 3.0, VlCacheLimits::default()).unwrap();
+    assert_eq!(budgets.tokens, [6, 2, 2]);
 }

@@ -193,3 +193,15 @@ fn a_beginning_outlives_one_of_its_prefixes() {
     compute(&mut alone, &asked, 0);
     (0..LAYERS).for_each(|layer| assert!(held(&cache, layer, 0) == held(&alone, layer, 0), "layer {layer}"));
 }
+
+/// A beginning of what is kept is kept already.
+#[test]
+fn what_a_longer_prefix_begins_with_is_kept_once() {
+    let (mut cache, mut prefixes) = (cache("f16"), PrefixCache::new(2..SEQUENCES));
+    let whole = tokens(400, 0, 0);
+    serve(&mut prefixes, &mut cache, &whole, 0).unwrap();
+    for (tokens, kept) in [(400, 384), (300, 256), (400, 384), (130, 128)] {
+        assert_eq!(prefixes.keep(&mut cache, &whole[..tokens], 0), Ok(kept));
+        assert_eq!(prefixes.len(), 1, "{tokens} tokens");
+    }
+}

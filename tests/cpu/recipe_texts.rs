@@ -5,7 +5,7 @@ use kvpack::backend::TensorRows;
 use kvpack::cache::{ChunkStores, DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, PromptSpan, StoreId, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
-use kvpack::policy::Spans;
+use kvpack::policy::{KeepRule, Merging, Spans, TextRule};
 use kvpack::{AttentionShape, Error, Result};
 use pollster::block_on;
 
@@ -182,4 +182,41 @@ fn append(cache: &mut ModelCache<Cpu>, run: TokenRun) -> Result<()> {
         }
     }
     cache.commit()
+}
+
+/// Every word of a policy's options means something else, and what is missing is told.
+#[test]
+fn options_of_policies_are_what_they_say() {
+    let policy = |text: &str| text.parse::<ModelRecipe>().unwrap().policy().cloned().unwrap();
+    for (word, merging) in [
+        ("none", None),
+        ("averaged", Some(Merging::Averaged)),
+        ("pivotal", Some(Merging::Pivotal)),
+        ("weighted", Some(Merging::Weighted)),
+    ] {
+        for text in ["lookm:0.2", "h2o:0.2"] {
+            assert_eq!(policy(&format!("{text}+merge={word}")).merging, merging, "{word}");
+        }
+    }
+    for (word, rule) in [("equal", TextRule::Equal), ("raised", TextRule::Raised), ("stays", TextRule::Stays)] {
+        for text in ["lookm:0.2", "h2o:0.2"] {
+            let KeepRule::Best { text, .. } = policy(&format!("{text}+text={word}")).keep else { panic!("{text}") };
+            assert_eq!(text, rule);
+        }
+    }
+    for text in ["h2o:0.2+merge=mean", "h2o:0.2+text=last", "h2o:0.2+every=0"] {
+        assert!(text.parse::<ModelRecipe>().is_err(), "{text}");
+    }
+    let refused = "kivi".parse::<ModelRecipe>().unwrap_err().to_string();
+    assert!(refused.contains("needs a width: kivi:4, kivi:2"), "{refused}");
+    let refused = "saw-int4:4".parse::<ModelRecipe>().unwrap_err().to_string();
+    assert!(refused.contains("takes no width"), "{refused}");
+}
+
+/// A mixture packs nothing that is appended, so it has no window.
+#[test]
+fn mixtures_have_no_windows() {
+    let shape = AttentionShape::new(4, 2, 64).unwrap();
+    let layer = |text: &str| text.parse::<ModelRecipe>().unwrap().layer(0, &shape);
+    assert_eq!(layer("cocktail+window=5"), layer("cocktail"));
 }

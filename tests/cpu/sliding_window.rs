@@ -101,3 +101,32 @@ fn what_is_given_back_is_never_asked_for() {
     pair.whole.truncate(0, 0).unwrap();
     pair.step(&[TokenRun::prompt(0, 30)]);
 }
+
+/// What the window of the newest query begins with is the first that is held: it is seen, and a sequence can be cut down
+/// to it.
+#[test]
+fn the_first_held_position_can_be_asked_for() {
+    let local = Recipe::f16().with_attention(LayerAttention::default().with_window(10));
+    let mut cache = ModelCache::new(&Cpu::new(), &[(model_steps::shape(), local)], 1).unwrap();
+    let append = |cache: &mut ModelCache<Cpu>, tokens: usize| {
+        let runs = [TokenRun::chunk(0, tokens)];
+        let rows = block_on(Cpu::new().upload(vec![0.5f32; tokens * 2 * 64][..].into())).unwrap();
+        block_on(cache.reserve_for_append(&runs)).unwrap();
+        cache.begin_append(&runs).unwrap();
+        let layout = RowLayout::token_major(tokens, &model_steps::shape());
+        block_on(cache.store(0, layout, &rows, &rows)).unwrap();
+        cache.commit().unwrap();
+    };
+    append(&mut cache, 300);
+    append(&mut cache, 1);
+    assert_eq!(cache.tokens(0, 0), Ok(301 - 128), "a page is released");
+    let asked = |cache: &mut ModelCache<Cpu>, end: usize| {
+        let asked = cache.begin_attend(&[QueryRun { end: Some(end), ..QueryRun::causal(0, 1) }]);
+        cache.abandon();
+        asked.is_ok()
+    };
+    // The query at position 138 sees those from 128 on.
+    assert_eq!((asked(&mut cache, 139), asked(&mut cache, 138)), (true, false));
+    assert!(cache.truncate(0, 137).is_err());
+    cache.truncate(0, 138).unwrap();
+}

@@ -266,9 +266,14 @@ fn values_of(output: &Type) -> Vec<Expr> {
         "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" | "isize" => vec![parse_quote!(0), parse_quote!(1)],
         "f32" | "f64" => vec![parse_quote!(0.0), parse_quote!(1.0)],
         "String" => vec![parse_quote!(String::new())],
-        "Vec" => vec![parse_quote!(Vec::new())],
-        "Option" => vec![parse_quote!(None)],
+        "Vec" => with_each(parse_quote!(Vec::new()), inner, |value| parse_quote!(vec![#value])),
+        "Option" => with_each(parse_quote!(None), inner, |value| parse_quote!(Some(#value))),
         "Result" => inner.map(values_of).unwrap_or_default().iter().map(|value| parse_quote!(Ok(#value))).collect(),
         _ => Vec::new(),
     }
+}
+
+/// A value that holds nothing, and those that hold one value of a type each.
+fn with_each(nothing: Expr, inner: Option<&Type>, with: impl Fn(&Expr) -> Expr) -> Vec<Expr> {
+    std::iter::once(nothing).chain(inner.map(values_of).unwrap_or_default().iter().map(with)).collect()
 }

@@ -195,11 +195,6 @@ impl WriteLayout {
         ENTRY_WORDS * self.sections().map(|section| 1 + self.capacity(section)).sum::<usize>()
     }
 
-    /// Whether steps may store tokens or compute centres, so that kernels read keys and values.
-    pub fn has_tokens(&self) -> bool {
-        self.stores.iter().any(|store| store.tokens > 0 || store.centres > 0)
-    }
-
     /// The largest key or value that a store takes, including the stores that windows move to. Larger elements count as
     /// not finite. The limit is half as large for centred keys, because the centre may be as large.
     pub fn largest_element(&self, store: usize, which: KeyOrValue) -> f32 {
@@ -329,4 +324,43 @@ pub(super) fn at_most(what: &str, needed: usize, allowed: usize) -> Result<()> {
     }
     let hint = "write less per step, or create a layout with higher limits";
     Err(Error::Limit { what: what.into(), needed: needed as u64, allowed: allowed as u64, hint })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Bits;
+
+    /// A store serves steps of a layout that names no more than it has.
+    #[test]
+    fn stores_have_what_their_layout_names() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let format = SegmentFormat::per_channel(Bits::Four);
+        let layout = |shard_pages: u32, range_slots, centre_slots| {
+            let shard_pages = vec![4, shard_pages];
+            let of = StoreCapacity { format, shard_pages, range_slots, tokens: 0, copies: 1, centres: 0, centre_slots };
+            WriteLayout::new(shape, 1, vec![of], vec![]).unwrap()
+        };
+        let found = |layout: WriteLayout, centre_slots| {
+            let shard_pages = |shard: u32| if shard < 2 { 4 } else { 0 };
+            let found = BackendStore {
+                shape: &shape,
+                format: &format,
+                shard_pages: &shard_pages,
+                range_slots: 3,
+                centre_slots,
+            };
+            layout.check_store(0, &found).is_ok()
+        };
+        for (pages, slots, centres, has, fits) in [
+            (4, 3, 0, 0, true),
+            (2, 1, 2, 5, true),
+            (5, 3, 0, 0, false),
+            (4, 4, 0, 0, false),
+            (4, 3, 3, 2, false),
+            (4, 3, 0, 2, false),
+        ] {
+            assert_eq!(found(layout(pages, slots, centres), has), fits, "{pages} {slots} {centres} {has}");
+        }
+    }
 }
