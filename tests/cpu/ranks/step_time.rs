@@ -27,15 +27,15 @@ fn format(name: &str) -> SegmentFormat {
     }
 }
 
-/// All-gathers between two H200 joined by NVLink, in a CUDA graph, µs; the latency of a further rank is assumed.
+/// Exchange and merge between two H200 joined by NVLink (docs/several-gpus.md), and what each of two more adds beside its bytes.
 fn nccl() -> ExchangeTime {
-    let measured = ExchangeTime::of((16_512, 10.7e-6), (1 << 20, 26.9e-6)).unwrap();
-    measured.with_further_ranks(0.5e-6).unwrap()
+    let measured = ExchangeTime::of((16_512, 8.5e-6), (1_056_768, 19.1e-6)).unwrap();
+    measured.with_further_ranks(1.3e-6).unwrap()
 }
 
 fn peer_memory() -> ExchangeTime {
-    let measured = ExchangeTime::of((16_512, 7.1e-6), (264_192, 8.5e-6)).unwrap();
-    measured.with_further_ranks(0.5e-6).unwrap()
+    let measured = ExchangeTime::of((16_512, 3.0e-6), (264_192, 4.4e-6)).unwrap();
+    measured.with_further_ranks(0.3e-6).unwrap()
 }
 
 fn step((name, short, long): (&str, f64, f64), exchange: ExchangeTime) -> StepTime {
@@ -108,7 +108,7 @@ fn the_model_goes_through_its_measurements() {
     }
     let f16 = step(MEASURED[0], nccl());
     let million = f16.plan(1 << 20, 2).unwrap();
-    assert!((million.exchange * 1e6 - 10.7).abs() < 1e-9, "two ranks exchange 16,512 bytes each");
+    assert!((million.exchange * 1e6 - 8.5).abs() < 1e-9, "two ranks exchange 16,512 bytes each");
     assert!(million.pays() && million.efficiency() > 0.9 && million.efficiency() < 1.0, "{million}");
     // At 4 bits splitting pays from 64k over peer memory, and later over NCCL; a short sequence stays where it is.
     let four = |exchange| move |tokens| step(MEASURED[1], exchange).plan(tokens, 2).unwrap().pays();

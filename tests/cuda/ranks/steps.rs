@@ -122,8 +122,10 @@ fn graphs_over_peers_are_replayed_while_sequences_grow() {
         let run = |_| over_peers(2, DEADLINE, |mut peer| grow(&mut peer, name));
         check(&[0, 1].map(run), &format!("peers, {name}"));
     }
-    if are_gpus(3, "peer memory between three ranks") {
-        check(&[over_peers(3, DEADLINE, |mut peer| grow(&mut peer, "f16"))], "three peers, f16");
+    for ranks in [3, 4] {
+        if are_gpus(ranks, "peer memory between more ranks") {
+            check(&[over_peers(ranks, DEADLINE, |mut peer| grow(&mut peer, "f16"))], &format!("{ranks} peers, f16"));
+        }
     }
 }
 
@@ -199,28 +201,34 @@ fn merged(shares: &[ModelCache<Cuda>], queries: &Tensor) -> Tensor {
     joined.outputs
 }
 
-/// Every format, one after the other: a device that another pair of ranks makes wait cannot load kernels.
-fn check_formats(attend: impl Fn(SegmentFormat) -> Vec<[f64; 2]>) {
-    for format in decode_formats() {
-        let errors = attend(format);
-        println!("{format}: {errors:?}");
-        assert!(errors.iter().flatten().all(|&error| error < MOST_NMSE), "{format}: {errors:?}");
+/// Every format on two ranks and on four, one after the other: a device that another pair of ranks makes wait cannot
+/// load kernels.
+fn check_formats(what: &str, attend: impl Fn(usize, SegmentFormat) -> Vec<[f64; 2]>) {
+    for ranks in [2, 4] {
+        if !are_gpus(ranks, what) {
+            return;
+        }
+        for format in decode_formats() {
+            let errors = attend(ranks, format);
+            println!("{ranks} ranks, {format}: {errors:?}");
+            assert!(errors.iter().flatten().all(|&error| error < MOST_NMSE), "{ranks} ranks, {format}: {errors:?}");
+        }
     }
 }
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn every_format_is_attended_to_over_peers() {
-    if are_gpus(2, "peer memory between ranks") {
-        check_formats(|format| over_peers(2, DEADLINE, |peer| attend_in(peer, format)));
-    }
+    check_formats("peer memory between ranks", |ranks, format| {
+        over_peers(ranks, DEADLINE, |peer| attend_in(peer, format))
+    });
 }
 
 #[cfg(feature = "nccl")]
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn every_format_is_attended_to_over_nccl() {
-    if are_gpus(2, "NCCL between ranks") {
-        check_formats(|format| super::over_nccl(2, DEADLINE, |nccl| attend_in(nccl, format)));
-    }
+    check_formats("NCCL between ranks", |ranks, format| {
+        super::over_nccl(ranks, DEADLINE, |nccl| attend_in(nccl, format))
+    });
 }
