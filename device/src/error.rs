@@ -288,7 +288,7 @@ pub enum Error {
     },
 
     /// Ranks could not exchange what they hold. The transport is lost, and the caches of the ranks are not: see
-    /// [`Transport`](crate::ranks::Transport).
+    /// `kvpack::ranks::Transport`.
     #[error(
         "{operation} on rank {rank} of {ranks}: {reason}. Abandon the open step, make new transports for the ranks that \
          are alive, and go on or clear their sequences"
