@@ -229,29 +229,18 @@ no_validation_messages() {
     return 1
 }
 
-# Checks each feature of the published libraries alone. A workspace build unifies features, which hides what one of them
-# lacks. The set with dynamic linking is kvpack together with a crate that makes cudarc link CUDA's libraries instead of
-# loading them, as candle's feature `cuda` does. Checking links nothing, so it needs no toolkit. The stage clippy checks
-# all features together.
+# Checks each feature of the library, and with it that of the device layer and of the weights, which have the same
+# ones. A workspace build unifies features, which hides what one of them lacks. The last set is kvpack together with a
+# crate that makes cudarc link CUDA's libraries instead of loading them, as candle's feature `cuda` does. Checking links
+# nothing, so it needs no toolkit. The stage clippy checks all features together.
 every_feature_set() {
-    local package features
-    while read -r package features; do
-        echo "features of $package: ${features:-none}"
-        cargo clippy --locked --package "$package" --no-default-features --features "$features" -- -D warnings \
-            </dev/null || return
-    done <<'SETS'
-kvpack
-kvpack wgpu
-kvpack cuda
-kvpack nccl
-kvpack cuda,cudarc/dynamic-linking
-kvpack-device
-kvpack-device wgpu
-kvpack-device cuda
-kvpack-weights
-kvpack-weights wgpu
-kvpack-weights cuda
-SETS
+    local features weights
+    for features in "" wgpu cuda nccl cuda,cudarc/dynamic-linking; do
+        echo "features: ${features:-none}"
+        case "$features" in nccl | *,*) weights=() ;; *) weights=(--package kvpack-weights) ;; esac
+        cargo clippy --locked --package kvpack "${weights[@]}" --no-default-features --features "$features" \
+            -- -D warnings || return
+    done
 }
 
 # A test (cli/tests/cli/rust_version.rs) compares the rust-version of every crate in Cargo.lock with ours. If a compiler
