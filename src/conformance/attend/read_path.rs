@@ -42,9 +42,11 @@ impl Scored {
             matches!(self, Self::Capped | Self::All),
             matches!(self, Self::Sinks | Self::All),
         );
+        // By the one cap the planted sink is bent, by the other it is cut off: tanh of 1.2 and of 3.5.
+        let cap = if matches!(self, Self::Capped) { 4.0 } else { 12.0 };
         let built = Ok(scoring)
             .and_then(|scoring| if scaled { scoring.with_scale(scale) } else { Ok(scoring) })
-            .and_then(|scoring| if capped { scoring.with_soft_cap(12.0) } else { Ok(scoring) })
+            .and_then(|scoring| if capped { scoring.with_soft_cap(cap) } else { Ok(scoring) })
             .and_then(|scoring| if sunk { scoring.with_sinks(&sinks) } else { Ok(scoring) });
         built.expect("the registry's numbers are finite and above 0")
     }
