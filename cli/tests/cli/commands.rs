@@ -250,7 +250,7 @@ fn cuda_without_a_driver_is_named() {
 
 #[test]
 fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
-    let cases: [(&[&str], &str); 22] = [
+    let cases: [(&[&str], &str); 23] = [
         (&["check", "--backend", "cpu", "--filter", "no such case"], "no check matches"),
         (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
         (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
@@ -266,6 +266,7 @@ fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
         (&["bench", "--suite", "ranks", "--ranks", "3"], "give 1, 2, 4 or 8"),
         (&["bench", "--suite", "ranks", "--ranks", "8"], "8 ranks need 8 NVIDIA GPUs"),
         (&["bench", "--suite", "decode", "--ranks", "2"], "belongs to --suite ranks"),
+        (&["bench", "--suite", "linear", "--backend", "cpu"], "only as a reference"),
         (&["bench", "--backend", "cpu", "--suite", "append", "--seconds", "0.1"], "leave --seconds out"),
         (&["bench", "--backend", "cpu", "--suite", "causal", "--query", "int8"], "leave --query out"),
         (&["bench", "--backend", "cpu", "--suite", "evict", "--footprint", "1"], "leave --footprint out"),

@@ -33,8 +33,19 @@ const COMPARED: usize = 64;
 /// Bytes that the copies of a layer hold together, at least: several times the cache of any GPU.
 const FOOTPRINT: u64 = 384 << 20;
 
+const ONLY_A_REFERENCE: &str =
+    "the CPU multiplies with packed weights only as a reference; --suite linear times wgpu and CUDA";
+
 /// A device that multiplies with packed weights.
 pub trait TimedLinear: Timed {
+    /// Refuses a backend that has no product to time, before anything is measured.
+    ///
+    /// # Errors
+    /// On the CPU.
+    fn check_linear(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Binds `copies` copies of a layer to f16 activations `[rows, K]`, runs the first, and times them in turns.
     ///
     /// # Errors
@@ -79,6 +90,7 @@ struct LinearRow {
 /// # Errors
 /// When the device fails; [`Wrong`] when a product differs from f64 products over the stored codes.
 pub fn run<B: TimedLinear>(backend: &B, driver: String, json: bool) -> Result<()> {
+    backend.check_linear()?;
     let is_gpu = backend.sizes().is_gpu();
     let layers: &[[usize; 2]] = if is_gpu { &LAYERS } else { &SMALL_LAYERS };
     let run = provenance::run(driver, backend.guard_tolerance());
@@ -176,8 +188,12 @@ fn compare(linear: &QuantizedLinear, x: &[half::f16], got: &[f32]) -> Result<()>
 }
 
 impl TimedLinear for Cpu {
+    fn check_linear(&self) -> Result<()> {
+        bail!(ONLY_A_REFERENCE)
+    }
+
     async fn time_linear(&self, _: &QuantizedLinear, _: &[half::f16], _: usize) -> Result<TimedProduct> {
-        bail!("the CPU multiplies with packed weights only as a reference; --suite linear times wgpu and CUDA")
+        bail!(ONLY_A_REFERENCE)
     }
 }
 
