@@ -32,7 +32,7 @@ struct Exchange {
     // Of this rank, on the host.
     u32* report;
     u64 deadline;
-    // Words that a rank sends to another in one exchange, at most.
+    // The most words that a rank sends to another in one exchange.
     u32 capacity;
     u32 rank;
 };

@@ -93,6 +93,12 @@ where
     async fn selection_of_first(&mut self, mine: &Selection) -> Result<Selection> {
         let counts: Vec<u64> = mine.layers().iter().map(|layer| layer.count() as u64).collect();
         let counts = self.numbers_of_first(&counts).await?;
+        // Before anything is sized by them.
+        if let Some((layer, count)) = mine.layers().iter().zip(&counts).find(|(of, count)| **count > of.tokens() as u64)
+        {
+            let reason = format!("rank 0 keeps {count} of a prompt of {} tokens; pass the same prompt", layer.tokens());
+            return Err(Error::Selection { reason });
+        }
         let of_layers = mine.layers().iter().zip(&counts);
         let numbers = of_layers.clone().map(|(layer, &count)| layer.kv_heads() as u64 * count);
         let mut positions: Vec<u64> = mine.layers().iter().flat_map(LayerSelection::indices).map(u64::from).collect();

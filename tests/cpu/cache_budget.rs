@@ -265,7 +265,7 @@ fn what_fails_half_way_is_given_back() {
     assert!(!limited.name().is_empty());
 }
 
-/// A device that makes so many shards and no more, and one that has no page of a format.
+/// A device that makes a given number of shards and then fails, or that has no pages of one format.
 #[derive(Clone)]
 struct Short {
     cpu: Cpu,

@@ -143,7 +143,7 @@ impl Nccl {
         Ok(given)
     }
 
-    /// Ends a call: waits until NCCL has queued what it asked for.
+    /// Waits until NCCL has queued the operation of a call.
     fn finish(&mut self, operation: &'static str, result: c_int, longest: Duration) -> Result<()> {
         let begin = Instant::now();
         let mut state = result;
@@ -347,7 +347,7 @@ impl Nccl {
                 results.push((nccl.all_gather)(from, to, count, kind, communicator, stream));
             }
             results.push((nccl.group_end)());
-            // Within a group, calls only note what is asked for; its end reports for all.
+            // A call within a group only notes the operation. The end of the group reports the errors of all.
             let is_error = |result: &c_int| ![SUCCESS, IN_PROGRESS].contains(result);
             results.iter().copied().find(is_error).or(results.last().copied()).unwrap_or(SUCCESS)
         })

@@ -25,7 +25,16 @@ fn gpus() -> usize {
     CudaContext::device_count().expect("an NVIDIA GPU").max(1) as usize
 }
 
-/// Whether there are so many GPUs.
+/// Fails on a machine with one GPU: a test that ran nothing would look like one that passed.
+fn needs_two_gpus() {
+    assert!(
+        gpus() >= 2,
+        "ranks need two GPUs, and this machine has {}: leave these tests out by --skip ranks::",
+        gpus()
+    );
+}
+
+/// Whether the machine has the number of GPUs that a larger case needs.
 fn are_gpus(needed: usize, what: &str) -> bool {
     if gpus() < needed {
         eprintln!("NOT RUN: {what} needs {needed} GPUs; this machine has {}", gpus());
