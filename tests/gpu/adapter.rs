@@ -43,6 +43,11 @@ pub fn forced_path() -> Result<Option<Path>, String> {
     path.transpose().map_err(|error: kvpack::Error| format!("KVPACK_PATH: {error}"))
 }
 
+/// True where `KVPACK_TEST_BRIEF` is set: the first driver of `scripts/test.sh` has every case, and this one fewer.
+pub fn is_brief() -> bool {
+    std::env::var_os("KVPACK_TEST_BRIEF").is_some()
+}
+
 /// The checks that `KVPACK_CHECKS` (trusted, indices, safe) names, or the default.
 ///
 /// # Errors

@@ -4,12 +4,7 @@ use std::sync::LazyLock;
 
 use kvpack::wgpu::{Path, Wgpu};
 
-pub use crate::adapter::{adapter, forced_path, restricted_to};
-
-/// True where `KVPACK_TEST_BRIEF` is set: the first driver of `scripts/test.sh` has every case, and this run is beside it.
-pub fn is_brief() -> bool {
-    std::env::var_os("KVPACK_TEST_BRIEF").is_some()
-}
+pub use crate::adapter::{adapter, forced_path, is_brief, restricted_to};
 
 /// A device of its own on the forced path, or on the best one.
 ///
