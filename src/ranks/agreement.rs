@@ -38,9 +38,13 @@ pub(super) async fn agree<T: Transport>(
     if refused.is_empty() {
         return Ok(());
     }
-    let reason =
-        format!("ranks {refused:?} could not; their own errors say why, and this one is as it was or has room");
-    Err(Error::Plan { what, reason })
+    Err(self::refused(what, &refused))
+}
+
+/// The error for what other ranks could not do.
+fn refused(what: &'static str, ranks: &[usize]) -> Error {
+    let reason = format!("ranks {ranks:?} could not; their own errors say why, and this one is as it was or has room");
+    Error::Plan { what, reason }
 }
 
 /// The numbers of every rank, in the order of the ranks. All bring as many.
@@ -68,6 +72,39 @@ where
     /// The numbers of every rank, in the order of the ranks. All bring as many, and at least one.
     pub(super) async fn gather_numbers(&mut self, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
         gather(&mut self.transport, numbers).await
+    }
+
+    /// The elements of every rank, in the order of the ranks. All bring `elements`, or their error.
+    ///
+    /// # Errors
+    /// The error of this rank; [`Error::Plan`] when another rank brought one; [`Error::Transport`].
+    pub(super) async fn gather_floats(
+        &mut self,
+        what: &'static str,
+        mine: Result<Vec<f32>>,
+        elements: usize,
+    ) -> Result<Vec<Vec<f32>>> {
+        let ranks = self.transport.ranks();
+        // One more says whether there are any.
+        let each = elements.saturating_add(1);
+        let mut part = filled("elements of a rank", each, 0.0f32)?;
+        match &mine {
+            Ok(mine) => part[1..].copy_from_slice(mine),
+            Err(_) => part[0] = 1.0,
+        }
+        let all = filled("elements of all ranks", each.saturating_mul(ranks), 0.0f32)?;
+        let backend = self.transport.backend();
+        let part = backend.upload(Elements::F32(&part)).await?;
+        let mut all = backend.upload(Elements::F32(&all)).await?;
+        self.transport.all_gather(&part, each, &mut all)?;
+        self.transport.wait()?;
+        let all = self.transport.backend().download(&all).await?;
+        mine?;
+        let failed: Vec<usize> = (0..ranks).filter(|rank| all[rank * each] != 0.0).collect();
+        match failed.is_empty() {
+            true => Ok(all.chunks(each).map(|of| of[1..].to_vec()).collect()),
+            false => Err(refused(what, &failed)),
+        }
     }
 
     /// The numbers of rank 0. All bring as many, and at least one.
