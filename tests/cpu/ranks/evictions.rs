@@ -6,7 +6,7 @@ use kvpack::cache::{Budget, DenseLayer, MeasuredQueries, ModelCache, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor, nmse};
 use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::policy::{
-    HeadAggregation, Merging, Policy, QueryPositions, ScoreRule, Selection, Spans, TextRule, Weighing,
+    HeadAggregation, MeasuredRows, Merging, Policy, QueryPositions, ScoreRule, Selection, Spans, TextRule, Weighing,
 };
 use kvpack::policy::{KeepRule, Recent};
 use kvpack::ranks::{ContextParallel, Placement, SharedPrompt, ThreadTransport};
@@ -137,6 +137,12 @@ fn all_policies() -> Vec<(&'static str, Policy)> {
         ("averaged", Policy { merging: Some(Merging::Averaged), ..lookm.clone() }),
         ("weighted", Policy { merging: Some(Merging::Weighted), ..lookm }),
     ]);
+    // One policy measures all rows; for the others the last ones do.
+    for (_, policy) in all.iter_mut().filter(|(name, _)| *name != "h2o") {
+        if policy.rows == MeasuredRows::All {
+            policy.rows = MeasuredRows::Last(60);
+        }
+    }
     all
 }
 
