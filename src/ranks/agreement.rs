@@ -1,7 +1,7 @@
 //! What ranks tell each other between steps: whether a call succeeded on all, and numbers.
 
 use super::context_parallel::ContextParallel;
-use super::transport::{TensorOf, Transport};
+use super::transport::{Reduction, TensorOf, Transport};
 use crate::backend::{Backend, Device};
 use crate::counts::{filled, whole};
 use crate::plan::Elements;
@@ -84,18 +84,10 @@ where
         mine: Result<Vec<f32>>,
         elements: usize,
     ) -> Result<Vec<Vec<f32>>> {
-        let ranks = self.transport.ranks();
-        // One more says whether there are any.
-        let each = elements.saturating_add(1);
-        let mut part = filled("elements of a rank", each, 0.0f32)?;
-        match &mine {
-            Ok(mine) => part[1..].copy_from_slice(mine),
-            Err(_) => part[0] = 1.0,
-        }
+        let (ranks, each) = (self.transport.ranks(), elements.saturating_add(1));
+        let part = self.flagged(&mine, elements).await?;
         let all = filled("elements of all ranks", each.saturating_mul(ranks), 0.0f32)?;
-        let backend = self.transport.backend();
-        let part = backend.upload(Elements::F32(&part)).await?;
-        let mut all = backend.upload(Elements::F32(&all)).await?;
+        let mut all = self.transport.backend().upload(Elements::F32(&all)).await?;
         self.transport.all_gather(&part, each, &mut all)?;
         self.transport.wait()?;
         let all = self.transport.backend().download(&all).await?;
@@ -105,6 +97,38 @@ where
             true => Ok(all.chunks(each).map(|of| of[1..].to_vec()).collect()),
             false => Err(refused(what, &failed)),
         }
+    }
+
+    /// The sums of the elements of all ranks. All bring `elements`, or their error.
+    ///
+    /// # Errors
+    /// The error of this rank; [`Error::Plan`] when another rank brought one; [`Error::Transport`].
+    pub(super) async fn sum_floats(
+        &mut self,
+        what: &'static str,
+        mine: Result<Vec<f32>>,
+        elements: usize,
+    ) -> Result<Vec<f32>> {
+        let mut sums = self.flagged(&mine, elements).await?;
+        self.transport.all_reduce(&mut sums, elements.saturating_add(1), Reduction::Sum)?;
+        self.transport.wait()?;
+        let mut sums = self.transport.backend().download(&sums).await?;
+        mine?;
+        if sums[0] != 0.0 {
+            let reason = "another rank could not; its own error says why, and this one is as it was".into();
+            return Err(Error::Plan { what, reason });
+        }
+        Ok(sums.split_off(1))
+    }
+
+    /// The elements of this rank, behind one that says whether there are any.
+    async fn flagged(&self, mine: &Result<Vec<f32>>, elements: usize) -> Result<TensorOf<T>> {
+        let mut part = filled("elements of a rank", elements.saturating_add(1), 0.0f32)?;
+        match mine {
+            Ok(mine) => part[1..].copy_from_slice(mine),
+            Err(_) => part[0] = 1.0,
+        }
+        self.transport.backend().upload(Elements::F32(&part)).await
     }
 
     /// The numbers of rank 0. All bring as many, and at least one.

@@ -13,6 +13,7 @@
 //! | [`StepTime`] | what a step takes on one rank and on several, computed from measurements: whether splitting pays |
 
 mod agreement;
+mod compress_again;
 mod context_parallel;
 mod evictions;
 mod head_parallel;

@@ -183,11 +183,11 @@ impl<T> KeysOfRank<'_, T> {
 }
 
 /// A count as two numbers below 2^16, which f32 elements hold exactly.
-fn to_halves(count: u32) -> [f32; 2] {
+pub(super) fn to_halves(count: u32) -> [f32; 2] {
     let [a, b, c, d] = count.to_le_bytes();
     [[a, b], [c, d]].map(|half| f32::from(u16::from_le_bytes(half)))
 }
 
-fn from_halves([low, high]: &[f32; 2]) -> u32 {
+pub(super) fn from_halves([low, high]: &[f32; 2]) -> u32 {
     saturated(whole(f64::from(*high) * 65_536.0 + f64::from(*low)))
 }
