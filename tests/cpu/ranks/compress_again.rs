@@ -63,23 +63,22 @@ fn ranks_keep_again_what_one_cache_keeps() {
         let layers = vec![(shape(), recipe(["f16", "saw-int4"][index % 2])); LAYERS];
         let mut one = Engine::One(ModelCache::new(&Cpu::new(), &layers, SEQUENCES).unwrap());
         let (expected, exact) = compressed_again(&mut one, &policy).unwrap_or_else(|error| panic!("{name}: {error}"));
-        for ranks in [[2, 7, 3][index % 3]] {
-            let many = on_ranks(ranks, LONG, |transport| {
-                let mut engine = Engine::Rank(Box::new(rank(transport, &layers, Placement::new(ranks).unwrap())));
-                let done = compressed_again(&mut engine, &policy).unwrap_or_else(|error| panic!("{name}: {error}"));
-                (done, engine.cache().tokens(0, 2).unwrap())
-            });
-            let stored: usize = many.iter().map(|(_, tokens)| tokens).sum();
-            assert_eq!(stored, one.cache().tokens(0, 2).unwrap(), "{name} on {ranks} ranks");
-            for ((chosen, outputs), _) in &many {
-                assert!(*chosen == expected, "{name} on {ranks} ranks keeps other tokens");
-                assert!(*outputs == many[0].0.1, "{name} on {ranks} ranks: other bits");
-            }
-            for (one, many) in exact.iter().zip(&many[0].0.1) {
-                let exact: Vec<f64> = one.iter().map(|&x| x.into()).collect();
-                let error = nmse(many, &exact);
-                assert!(error <= 1e-6, "{name} on {ranks} ranks: {error:.1e}");
-            }
+        let ranks = [2, 7, 3][index % 3];
+        let many = on_ranks(ranks, LONG, |transport| {
+            let mut engine = Engine::Rank(Box::new(rank(transport, &layers, Placement::new(ranks).unwrap())));
+            let done = compressed_again(&mut engine, &policy).unwrap_or_else(|error| panic!("{name}: {error}"));
+            (done, engine.cache().tokens(0, 2).unwrap())
+        });
+        let stored: usize = many.iter().map(|(_, tokens)| tokens).sum();
+        assert_eq!(stored, one.cache().tokens(0, 2).unwrap(), "{name} on {ranks} ranks");
+        for ((chosen, outputs), _) in &many {
+            assert!(*chosen == expected, "{name} on {ranks} ranks keeps other tokens");
+            assert!(*outputs == many[0].0.1, "{name} on {ranks} ranks: other bits");
+        }
+        for (one, many) in exact.iter().zip(&many[0].0.1) {
+            let exact: Vec<f64> = one.iter().map(|&x| x.into()).collect();
+            let error = nmse(many, &exact);
+            assert!(error <= 1e-6, "{name} on {ranks} ranks: {error:.1e}");
         }
     }
 }

@@ -311,3 +311,21 @@ fn a_rank_without_room_is_told_to_all() {
     assert!(matches!(&results[0], (0, Err(Error::Plan { reason, .. })) if reason.contains("[1]")), "{results:?}");
     assert!(matches!(&results[1], (0, Err(Error::NoRoom { .. }))), "{results:?}");
 }
+
+/// A rank whose prompt is shorter than what rank 0 keeps sizes nothing by that, and says so.
+#[test]
+fn the_counts_of_another_prompt_are_refused() {
+    let layers = vec![(shape(), recipe("f16")); LAYERS];
+    let results = on_ranks(2, LONG, |transport| {
+        let mut rank = rank(transport, &layers, Placement::new(2).unwrap());
+        let policy = Policy::streaming(4, 400);
+        let prompt = Prompt::new([TOKENS, 300][rank.rank()], &policy, 3);
+        let observed = prompt.observe_by_ranks(&mut rank, &policy, Given::AllKeys).unwrap();
+        let refused = block_on(rank.compress(1, &observed)).map(drop);
+        (refused, rank.cache().length(1).unwrap(), rank.cache().memory().in_use_bytes())
+    });
+    let [(first, ..), (second, ..)] = &results[..] else { panic!("two ranks") };
+    assert!(matches!(second, Err(Error::Selection { reason }) if reason.contains("keeps 404")), "{second:?}");
+    assert!(matches!(first, Err(Error::Transport { .. })), "{first:?}");
+    assert!(results.iter().all(|(_, length, bytes)| (*length, *bytes) == (0, 0)));
+}
