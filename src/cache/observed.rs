@@ -79,6 +79,9 @@ impl<T> Clone for MeasuredQueries<'_, T> {
 
 impl<T> Copy for MeasuredQueries<'_, T> {}
 
+/// The rows to measure and their queries, if anything is measured.
+type RowsAndQueries<'s, 'a, T> = Option<(&'s QueryPositions, MeasuredQueries<'a, T>)>;
+
 impl<B: Backend> ObservedPrompt<B> {
     pub(super) fn new(backend: B, shapes: &[AttentionShape], policy: Policy, spans: Spans) -> Result<Self> {
         let rows = policy.query_rows(&spans)?;
@@ -160,7 +163,7 @@ impl<B: Backend> ObservedPrompt<B> {
         &self,
         layer: usize,
         queries: Option<MeasuredQueries<'a, B::Tensor>>,
-    ) -> Result<Option<(&QueryPositions, MeasuredQueries<'a, B::Tensor>)>> {
+    ) -> Result<RowsAndQueries<'_, 'a, B::Tensor>> {
         match (&self.rows, queries) {
             (None, _) => Ok(None),
             (Some(rows), Some(queries)) => Ok(Some((rows, queries))),

@@ -114,6 +114,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     }
 }
 
+/// The open change of a group of layers, and what they held before.
+type OpenReplaced<I> = (Change<I>, Sequence<I>);
+
 impl<B: Backend> LayerGroup<B> {
     /// Opens a change that replaces the held tokens by those at these positions, one tensor for each layer, or none
     /// where nothing is kept. Returns what was held, too.
@@ -121,7 +124,7 @@ impl<B: Backend> LayerGroup<B> {
         &mut self,
         sequence: usize,
         positions: Vec<B::Indices>,
-    ) -> Result<(Change<B::Indices>, Sequence<B::Indices>)> {
+    ) -> Result<OpenReplaced<B::Indices>> {
         let held = self.page_tables.sequence(sequence)?.clone();
         let spans: Vec<_> =
             positions.first().map(|first| PromptSpan::gather(first, StoreId::PACKED)).into_iter().collect();
