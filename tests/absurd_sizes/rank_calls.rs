@@ -174,6 +174,12 @@ fn ranks() -> Vec<Call> {
             let prompt = rank.observe(Policy::streaming(1, 1), Spans::new(1, &[]).unwrap()).unwrap();
             done(block_on(rank.compress(a, &prompt)).is_ok());
         });
+        "ranks::ContextParallel::appended" => sizes(|a| done(block_on(rank().appended(a))));
+        "ranks::ContextParallel::compression_due" => pairs(|a, b| done(block_on(rank().compression_due(a, b))));
+        "ranks::ContextParallel::compress_again" => sizes(|a| {
+            let spans = Spans::new(1, &[]).unwrap();
+            done(block_on(rank().compress_again(a, &Policy::streaming(1, 1), &spans, &[])).is_ok());
+        });
         "ranks::SharedPrompt::decide_by" => policies().into_iter().for_each(|policy| {
             let mut prompt = rank().observe(Policy::h2o(0.5).unwrap(), Spans::new(3, &[]).unwrap()).unwrap();
             done(prompt.decide_by(policy));
