@@ -5,13 +5,13 @@ use std::future::Future;
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows, TokenSelection,
-    WriteInput,
+    RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows,
+    TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout, TokenWrite, WindowMove, WriteTable};
-use crate::policy::{Merging, ScoreRequest, StatsRequest};
+use crate::policy::{ColumnRequest, Merging, ScoreRequest, StatsRequest};
 
 /// The differences from another backend. Every method calls that of [`Forward::inner`] unless it is overridden.
 /// [`Forwarding`](super::Forwarding) is the backend.
@@ -291,6 +291,19 @@ pub trait Forward {
         known_lse: Option<&Tensor<Self>>,
     ) -> Result<Measured<Self>> {
         self.inner().measure_attention(input, request, known_lse)
+    }
+
+    fn measure_rows(&self, input: QueriesAndKeys<'_, Tensor<Self>>) -> Result<RowStatistics<Tensor<Self>>> {
+        self.inner().measure_rows(input)
+    }
+
+    fn measure_columns(
+        &self,
+        input: QueriesAndKeys<'_, Tensor<Self>>,
+        columns: ColumnRequest,
+        rows: &RowStatistics<Tensor<Self>>,
+    ) -> Result<Measured<Self>> {
+        self.inner().measure_columns(input, columns, rows)
     }
 
     fn token_scores(&self, sums: &Tensor<Self>, kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Scored<Self>> {

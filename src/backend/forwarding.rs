@@ -5,13 +5,13 @@ use std::future::Future;
 use super::forward::{Flags, Forward, Indices, Measured, Merged, Scored, States, Store, Tensor, Words};
 use super::{
     AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NonFinite, Packing,
-    QueriesAndKeys, QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage,
-    TensorRows, TokenSelection, WriteInput,
+    QueriesAndKeys, QueryPrecision, RowCentres, RowStatistics, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts,
+    Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout, TokenWrite, WindowMove, WriteTable};
-use crate::policy::{Merging, ScoreRequest, StatsRequest};
+use crate::policy::{ColumnRequest, Merging, ScoreRequest, StatsRequest};
 
 /// The backend that a [`Forward`] describes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -271,6 +271,19 @@ impl<F: Forward> TokenSelection for Forwarding<F> {
         known_lse: Option<&Tensor<F>>,
     ) -> Result<Measured<F>> {
         self.0.measure_attention(input, request, known_lse)
+    }
+
+    fn measure_rows(&self, input: QueriesAndKeys<'_, Tensor<F>>) -> Result<RowStatistics<Tensor<F>>> {
+        self.0.measure_rows(input)
+    }
+
+    fn measure_columns(
+        &self,
+        input: QueriesAndKeys<'_, Tensor<F>>,
+        columns: ColumnRequest,
+        rows: &RowStatistics<Tensor<F>>,
+    ) -> Result<Measured<F>> {
+        self.0.measure_columns(input, columns, rows)
     }
 
     fn token_scores(&self, sums: &Tensor<F>, kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Scored<F>> {

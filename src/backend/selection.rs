@@ -6,7 +6,7 @@ use super::Device;
 use crate::Result;
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
-use crate::policy::{Merging, QueryPositions, ScoreRequest, StatsRequest};
+use crate::policy::{ColumnRequest, Merging, QueryPositions, ScoreRequest, StatsRequest};
 
 /// A dense tensor on a device, with the layout of its rows.
 #[derive(Debug)]
@@ -58,6 +58,15 @@ pub struct MeasuredAttention<T, W> {
     pub column_sums: T,
     /// `[query_heads, rows]`: the number of keys at or above the threshold; `None` if no count was requested.
     pub counts: Option<W>,
+}
+
+/// Statistics of query rows on the device, over the keys that they see.
+#[derive(Clone, Debug)]
+pub struct RowStatistics<T> {
+    /// The largest score of each row, f32 `[query_heads, rows]`.
+    pub max: T,
+    /// The natural log-sum-exp of each row, f32 `[query_heads, rows]`.
+    pub lse: T,
 }
 
 /// Keys and values of a layer, and the tokens of them that stay.
@@ -135,6 +144,27 @@ pub trait TokenSelection: Device {
         input: QueriesAndKeys<'_, Self::Tensor>,
         request: StatsRequest,
         known_lse: Option<&Self::Tensor>,
+    ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
+
+    /// Kernels `attention_row_stats` and `sum_partials` alone: for keys that are a part of a context. The statistics of
+    /// all parts together are those of the context; [`sum_partials`](crate::cpu::sum_partials()) combines them on the
+    /// host.
+    ///
+    /// # Errors
+    /// As [`TokenSelection::measure_attention`].
+    fn measure_rows(&self, input: QueriesAndKeys<'_, Self::Tensor>) -> Result<RowStatistics<Self::Tensor>>;
+
+    /// Kernel `attention_column_stats` alone: the attention that every key of a part receives from rows whose
+    /// statistics over the whole context are known. Counts are those of the part. No row statistics are returned.
+    ///
+    /// # Errors
+    /// As [`TokenSelection::measure_attention`]; [`Elements`](crate::Error::Elements) when there is not one statistic
+    /// per query head and row.
+    fn measure_columns(
+        &self,
+        input: QueriesAndKeys<'_, Self::Tensor>,
+        columns: ColumnRequest,
+        rows: &RowStatistics<Self::Tensor>,
     ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
 
     /// Kernel `token_scores`: the scores of tokens, computed by a policy's rules from f32 column sums `[kv_heads,

@@ -7,9 +7,10 @@ use super::observed::{DenseLayer, ObservedLayer, ObservedPrompt};
 use super::reserve::Asked;
 use super::step::NewTokens;
 use super::{ModelCache, PromptSpan, SpanPositions, StoreId};
-use crate::backend::{Backend, KeptAndEvicted, MergedTokens};
+use crate::backend::{Backend, KeptAndEvicted, MergedTokens, TensorRows};
+use crate::counts::saturated;
 use crate::format::AttentionShape;
-use crate::plan::{RowLayout, TokenIndices};
+use crate::plan::{RankShare, RowLayout, TokenIndices};
 use crate::policy::{LayerSelection, Merging, Policy, Selection, Spans};
 use crate::{Error, Result};
 
@@ -84,11 +85,7 @@ impl<B: Backend + Clone> ModelCache<B> {
         self.check_no_step()?;
         self.length(sequence)?;
         self.groups[0].page_tables.check_whole("compressing a prompt")?;
-        let layers = prompt.observed()?;
-        if !layers.iter().map(|layer| layer.shape).eq(self.shapes()) {
-            let reason = "it was observed for layers of other shapes; observe it with this cache".into();
-            return Err(Error::Plan { what: "prompt to compress", reason });
-        }
+        let layers = self.layers_of(prompt)?;
         for (index, layer) in layers.iter().enumerate() {
             self.group(index)?.0.check_rows(new_tokens(layer)).await?;
         }
@@ -146,7 +143,8 @@ impl<B: Backend + Clone> ModelCache<B> {
         self.keep_chosen(sequence, prompt, selection).await
     }
 
-    /// [`ModelCache::keep`], also in the cache of a rank: the caller has cut the choice to what the rank is to store.
+    /// [`ModelCache::keep`], also in the cache of a rank, which stores its part of the choice: of the tokens that a KV
+    /// head keeps, those whose place among them is its own.
     pub(crate) async fn keep_chosen(
         &mut self,
         sequence: usize,
@@ -163,14 +161,57 @@ impl<B: Backend + Clone> ModelCache<B> {
         }
         let layers: Vec<ObservedLayer<B>> =
             shapes.into_iter().zip(prompt).map(|(shape, dense)| ObservedLayer::unmeasured(shape, dense)).collect();
+        self.keep_of(sequence, &layers.iter().collect::<Vec<_>>(), selection, None).await
+    }
+
+    /// Stores what ranks chose of an observed prompt, merged as its policy says: on a rank its part.
+    pub(crate) async fn keep_observed(
+        &mut self,
+        sequence: usize,
+        prompt: &ObservedPrompt<B>,
+        selection: &Selection,
+    ) -> Result<()> {
+        self.check_no_step()?;
+        self.length(sequence)?;
+        let layers = self.layers_of(prompt)?;
+        if selection.layers().len() != layers.len() {
+            let reason = format!("{} layers were chosen of {}", selection.layers().len(), layers.len());
+            return Err(Error::Selection { reason });
+        }
+        self.keep_of(sequence, &layers, selection, prompt.policy().merging).await
+    }
+
+    /// The layers of a prompt that was observed for this cache.
+    fn layers_of<'a>(&self, prompt: &'a ObservedPrompt<B>) -> Result<Vec<&'a ObservedLayer<B>>> {
+        let layers = prompt.observed()?;
+        if layers.iter().map(|layer| layer.shape).eq(self.shapes()) {
+            return Ok(layers);
+        }
+        let reason = "it was observed for layers of other shapes; observe it with this cache".into();
+        Err(Error::Plan { what: "prompt to compress", reason })
+    }
+
+    async fn keep_of(
+        &mut self,
+        sequence: usize,
+        layers: &[&ObservedLayer<B>],
+        selection: &Selection,
+        merging: Option<Merging>,
+    ) -> Result<()> {
+        let share = self.share().copied();
         let mut kept = Vec::with_capacity(layers.len());
         for (index, (layer, chosen)) in layers.iter().zip(selection.layers()).enumerate() {
             check_chosen(index, layer, chosen)?;
             self.group(index)?.0.check_rows(new_tokens(layer)).await?;
-            let decided = DecidedLayer::upload(self.backend(), chosen).await?;
-            kept.push(keep(self.backend(), layer, &decided, None)?);
+            kept.push(match share {
+                None => {
+                    let decided = DecidedLayer::upload(self.backend(), chosen).await?;
+                    keep(self.backend(), layer, &decided, merging)?
+                }
+                Some(share) => keep_part(self.backend(), layer, (chosen, share), merging).await?,
+            });
         }
-        let (changes, written) = self.store_kept(sequence, &layers.iter().collect::<Vec<_>>(), &kept).await?;
+        let (changes, written) = self.store_kept(sequence, layers, &kept).await?;
         self.close_all(changes, written.is_ok());
         written
     }
@@ -261,6 +302,31 @@ fn keep<B: Backend>(
         }
     };
     Ok(Some(KeptTokens { positions, merged }))
+}
+
+/// The part of the kept tokens that a rank stores. Where tokens are merged, the rank merges all and takes its rows:
+/// the nearest kept token may be one of any rank.
+async fn keep_part<B: Backend>(
+    backend: &B,
+    layer: &ObservedLayer<B>,
+    (chosen, share): (&LayerSelection, RankShare),
+    merging: Option<Merging>,
+) -> Result<Option<KeptTokens<B>>> {
+    let places: Vec<u32> = share.positions(0..chosen.count()).map(saturated).collect();
+    let part = chosen.of_places(&places)?;
+    let Some(positions) = DecidedLayer::upload(backend, &part).await?.kept else { return Ok(None) };
+    let Some(merging) = merging.filter(|_| chosen.count() < chosen.tokens()) else {
+        return Ok(Some(KeptTokens { positions, merged: None }));
+    };
+    let all = DecidedLayer::upload(backend, chosen).await?;
+    let merged = keep(backend, layer, &all, Some(merging))?.and_then(|kept| kept.merged);
+    let Some(merged) = merged else { return Ok(Some(KeptTokens { positions, merged: None })) };
+    let places = places.repeat(chosen.kv_heads());
+    let places = backend.upload_indices(&places, chosen.kv_heads(), saturated(chosen.count())).await?;
+    let layout = RowLayout::head_major(chosen.count(), &layer.shape);
+    let rows = |tensor| backend.gather(&layer.shape, TensorRows { tensor, layout }, &places);
+    let (keys, values) = (rows(&merged.keys)?, rows(&merged.values)?);
+    Ok(Some(KeptTokens { positions, merged: Some(MergedTokens { keys, values, ..merged }) }))
 }
 
 impl<B: Backend> KeptTokens<B> {

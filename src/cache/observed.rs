@@ -38,12 +38,14 @@ pub(super) struct ObservedLayer<B: Backend> {
     pub(super) shape: AttentionShape,
     pub(super) dense: DenseLayer<B::Tensor>,
     measured: Option<MeasuredAttention<B::Tensor, B::Words>>,
+    /// Counts that ranks have summed; `None` where the device holds them, or none were requested.
+    counted: Option<Vec<u32>>,
 }
 
 impl<B: Backend> ObservedLayer<B> {
     /// A layer that nothing was measured of.
     pub(super) const fn unmeasured(shape: AttentionShape, dense: DenseLayer<B::Tensor>) -> Self {
-        Self { shape, dense, measured: None }
+        Self { shape, dense, measured: None, counted: None }
     }
 }
 
@@ -76,6 +78,9 @@ impl<T> Clone for MeasuredQueries<'_, T> {
 }
 
 impl<T> Copy for MeasuredQueries<'_, T> {}
+
+/// The rows to measure and their queries, if anything is measured.
+type RowsAndQueries<'s, 'a, T> = Option<(&'s QueryPositions, MeasuredQueries<'a, T>)>;
 
 impl<B: Backend> ObservedPrompt<B> {
     pub(super) fn new(backend: B, shapes: &[AttentionShape], policy: Policy, spans: Spans) -> Result<Self> {
@@ -115,20 +120,10 @@ impl<B: Backend> ObservedPrompt<B> {
         dense: DenseLayer<B::Tensor>,
         queries: Option<MeasuredQueries<'_, B::Tensor>>,
     ) -> Result<()> {
-        let layers = self.layers.len();
-        let Some(of_layer) = self.layers.get_mut(layer) else {
-            return Err(Error::Plan { what: "layer", reason: format!("layer {layer} of a prompt of {layers} layers") });
-        };
-        let (shape, tokens) = (of_layer.shape, self.spans.tokens());
-        if dense.rows.tokens != tokens {
-            let reason = format!("layer {layer} has {} tokens; the prompt has {tokens}", dense.rows.tokens);
-            return Err(Error::Selection { reason });
-        }
-        dense.rows.check("keys", self.backend.elements(&dense.keys), &shape)?;
-        dense.rows.check("values", self.backend.elements(&dense.values), &shape)?;
-        let measured = match (&self.rows, queries) {
-            (None, _) => None,
-            (Some(rows), Some(queries)) => {
+        let shape = self.check_layer(layer, &dense)?;
+        let measured = match self.measured_rows(layer, queries)? {
+            None => None,
+            Some((rows, queries)) => {
                 let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
                 let input = QueriesAndKeys { shape, rows, queries: queries.queries, keys };
                 let known = queries.known_lse.is_some();
@@ -136,14 +131,67 @@ impl<B: Backend> ObservedPrompt<B> {
                 let request = StatsRequest { columns: self.columns, rows: source };
                 Some(self.backend.measure_attention(input, request, queries.known_lse)?)
             }
+        };
+        self.layers[layer].observed = Some(ObservedLayer { shape, dense, measured, counted: None });
+        Ok(())
+    }
+
+    /// The shape of a layer, if there is one and its rows are those of the prompt.
+    ///
+    /// # Errors
+    /// [`Error::Plan`], [`Error::Selection`], [`Error::Elements`]: those of [`ObservedPrompt::observe`].
+    pub(crate) fn check_layer(&self, layer: usize, dense: &DenseLayer<B::Tensor>) -> Result<AttentionShape> {
+        let layers = self.layers.len();
+        let Some(&PromptLayer { shape, .. }) = self.layers.get(layer) else {
+            return Err(Error::Plan { what: "layer", reason: format!("layer {layer} of a prompt of {layers} layers") });
+        };
+        let tokens = self.spans.tokens();
+        if dense.rows.tokens != tokens {
+            let reason = format!("layer {layer} has {} tokens; the prompt has {tokens}", dense.rows.tokens);
+            return Err(Error::Selection { reason });
+        }
+        dense.rows.check("keys", self.backend.elements(&dense.keys), &shape)?;
+        dense.rows.check("values", self.backend.elements(&dense.values), &shape)?;
+        Ok(shape)
+    }
+
+    /// The rows to measure and their queries; `None` if nothing is measured.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when queries are missing.
+    pub(crate) fn measured_rows<'a>(
+        &self,
+        layer: usize,
+        queries: Option<MeasuredQueries<'a, B::Tensor>>,
+    ) -> Result<RowsAndQueries<'_, 'a, B::Tensor>> {
+        match (&self.rows, queries) {
+            (None, _) => Ok(None),
+            (Some(rows), Some(queries)) => Ok(Some((rows, queries))),
             (Some(rows), None) => {
                 let reason =
                     format!("the policy measures {} query rows, but layer {layer} came without queries", rows.len());
-                return Err(Error::Selection { reason });
+                Err(Error::Selection { reason })
             }
-        };
-        of_layer.observed = Some(ObservedLayer { shape, dense, measured });
-        Ok(())
+        }
+    }
+
+    /// The statistics to measure.
+    pub(crate) const fn columns(&self) -> ColumnRequest {
+        self.columns
+    }
+
+    /// Holds a layer that was checked, and that ranks have measured: column sums, and the counts if they were requested.
+    pub(crate) fn hold(
+        &mut self,
+        layer: usize,
+        dense: DenseLayer<B::Tensor>,
+        statistics: Option<(B::Tensor, Option<Vec<u32>>)>,
+    ) {
+        let Some(of_layer) = self.layers.get_mut(layer) else { return };
+        let (column_sums, counted) = statistics.unzip();
+        let measured = |column_sums| MeasuredAttention { row_max: None, row_lse: None, column_sums, counts: None };
+        let (measured, counted) = (column_sums.map(measured), counted.flatten());
+        of_layer.observed = Some(ObservedLayer { shape: of_layer.shape, dense, measured, counted });
     }
 
     /// Replaces the policy that decides over the measurements: with another share, other layer budgets, another way to
@@ -190,7 +238,10 @@ impl<B: Backend> ObservedPrompt<B> {
         }
         let mut counted = Vec::with_capacity(layers.len());
         for layer in &layers {
-            counted.push(counts(&self.backend, layer.measured.as_ref()).await?);
+            counted.push(match &layer.counted {
+                Some(counts) => LayerStatistics { column_sums: Vec::new(), counts: counts.clone() },
+                None => counts(&self.backend, layer.measured.as_ref()).await?,
+            });
         }
         let tokens = self.spans.tokens();
         let (Some(rows), KeepRule::Best { .. }) = (&self.rows, self.policy.keep) else {

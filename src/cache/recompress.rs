@@ -50,7 +50,7 @@ impl<B: Backend> ModelCache<B> {
     }
 
     /// The positions that each layer holds of a sequence.
-    async fn held(&self, sequence: usize) -> Result<Selection> {
+    pub(crate) async fn held(&self, sequence: usize) -> Result<Selection> {
         let length = self.length(sequence)?;
         let mut layers = Vec::with_capacity(self.layers());
         for layer in 0..self.layers() {
@@ -75,13 +75,12 @@ impl<B: Backend> ModelCache<B> {
     }
 
     /// The number of query rows given, if they are valid for the policy.
-    fn check_queries(
+    pub(crate) fn check_queries(
         &self,
-        sequence: usize,
+        appended: usize,
         policy: &Policy,
         queries: &[MeasuredQueries<'_, B::Tensor>],
     ) -> Result<usize> {
-        let appended = self.appended(sequence)?;
         let reject = |reason: String| Err(Error::Selection { reason });
         // The rows for one token show whether the policy measures at all.
         if policy.rows_again(1) == 0 {
@@ -268,7 +267,7 @@ impl<B: Backend + Clone> ModelCache<B> {
         self.check_no_step()?;
         self.groups[0].page_tables.check_whole("compressing a sequence again")?;
         let held = self.held(sequence).await?;
-        let rows = self.check_queries(sequence, policy, queries)?;
+        let rows = self.check_queries(self.appended(sequence)?, policy, queries)?;
         let mut measured = Vec::new();
         if rows > 0 {
             for (layer, queries) in queries.iter().enumerate() {
@@ -307,7 +306,7 @@ impl<B: Backend + Clone> ModelCache<B> {
 
 impl<B: Backend> LayerGroup<B> {
     /// All that a sequence holds, or held, in a layer, span after span, as dense f32 rows.
-    async fn dense(&self, layer: usize, held: &Sequence<B::Indices>) -> Result<DenseLayer<B::Tensor>> {
+    pub(super) async fn dense(&self, layer: usize, held: &Sequence<B::Indices>) -> Result<DenseLayer<B::Tensor>> {
         let mut stored = self.dequantize_held(layer, held)?;
         let rows = RowLayout::head_major(stored.iter().map(|span| span.tokens).sum(), &self.shape);
         if stored.len() == 1
@@ -334,18 +333,13 @@ impl<B: Backend> LayerGroup<B> {
         chosen: &[Chosen<B>],
         merging: Option<Merging>,
     ) -> Result<Change<B::Indices>> {
-        let (held, numbers) = (self.page_tables.sequence(sequence)?.clone(), self.numbers().to_vec());
+        let numbers = self.numbers().to_vec();
         let mut positions = Vec::with_capacity(numbers.len());
         for kept in numbers.iter().map(|&number| &chosen[number].positions).filter(|kept| kept.count() > 0) {
             let (heads, below) = (self.shape.kv_heads(), saturated(kept.tokens()));
             positions.push(self.backend.upload_indices(&kept.indices(), heads, below).await?);
         }
-        let spans: Vec<_> =
-            positions.first().map(|first| PromptSpan::gather(first, StoreId::PACKED)).into_iter().collect();
-        let change = self.page_tables.replace(sequence, &spans)?;
-        if positions.len() > 1 {
-            self.page_tables.differ_in_layers(sequence, positions);
-        }
+        let (change, held) = self.open_replaced(sequence, positions)?;
         for (place, &number) in numbers.iter().enumerate() {
             let Some(places) = &chosen[number].places else { continue };
             if let Err(error) = self.replace_in_layer((place, sequence), &held, places, &change, merging).await {

@@ -14,7 +14,7 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// Prompts come as [`TokenRun::prompt`](super::TokenRun::prompt) or [`TokenRun::chunk`](super::TokenRun::chunk).
     /// What needs all tokens of a sequence in one place (`begin_prefill`, `compress`, `compress_again`, `keep`) returns
-    /// [`Error::Unsupported`](crate::Error::Unsupported).
+    /// [`Error::Unsupported`](crate::Error::Unsupported); `ContextParallel` has the last three for all ranks together.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when a step is open or a sequence holds tokens,

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::attend::{self, AttendCase};
+use super::merge::{self, MergeCase};
 use super::pack::{self, PackCase};
 use super::report::Report;
 use super::select::{self, ChunksCase, EvictionCase, StatisticsCase, TokenScoresCase, TopKCase};
@@ -27,6 +28,8 @@ pub enum Check {
     Attention(AttendCase),
     /// Attention states have the log-sum-exp of f64, and merge to the states of all tokens.
     States(AttendCase),
+    /// Attention states of several parts merge as the CPU reference merges them.
+    Merge(MergeCase),
     /// Every kernel that writes pages stores the same data as the CPU reference, and writes nothing else.
     Packing(PackCase),
     /// Maxima and log-sum-exps of rows, column sums, counts.
@@ -48,6 +51,8 @@ pub enum Kind {
     Attention,
     /// [`Check::States`].
     States,
+    /// [`Check::Merge`].
+    Merge,
     /// [`Check::Packing`].
     Packing,
     /// [`Check::Statistics`].
@@ -64,9 +69,10 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Attention,
         Self::States,
+        Self::Merge,
         Self::Packing,
         Self::Statistics,
         Self::TokenScores,
@@ -80,6 +86,7 @@ impl Kind {
         match self {
             Self::Attention => "attention",
             Self::States => "states",
+            Self::Merge => "merge",
             Self::Packing => "packing",
             Self::Statistics => "statistics",
             Self::TokenScores => "token-scores",
@@ -96,6 +103,7 @@ impl Kind {
                 "attention over stored data against f64, stored data against the CPU reference bit for bit"
             }
             Self::States => "attention states and their merge against f64",
+            Self::Merge => "states of several parts, merged, against the CPU reference within rounding",
             Self::Packing => "runs, gathers, appended tokens, copies and windows against the CPU reference bit for bit",
             Self::Statistics => "row maxima, log-sum-exps, column sums and counts against the CPU reference",
             Self::TokenScores => "scores made of column sums against the CPU reference within rounding",
@@ -134,6 +142,7 @@ impl Check {
     pub fn name(&self) -> &str {
         match self {
             Self::Attention(case) | Self::States(case) => &case.name,
+            Self::Merge(case) => &case.name,
             Self::Packing(case) => &case.name,
             Self::Statistics(case) => &case.name,
             Self::TokenScores(case) => &case.name,
@@ -148,6 +157,7 @@ impl Check {
         match self {
             Self::Attention(_) => Kind::Attention,
             Self::States(_) => Kind::States,
+            Self::Merge(_) => Kind::Merge,
             Self::Packing(_) => Kind::Packing,
             Self::Statistics(_) => Kind::Statistics,
             Self::TokenScores(_) => Kind::TokenScores,
@@ -162,6 +172,7 @@ impl Check {
     pub const fn is_quick(&self) -> bool {
         match self {
             Self::Attention(case) | Self::States(case) => case.quick,
+            Self::Merge(case) => case.quick,
             Self::Packing(case) => case.quick,
             Self::Statistics(case) => case.quick,
             Self::TokenScores(case) => case.quick,
@@ -175,6 +186,7 @@ impl Check {
     pub fn subject(&self) -> String {
         match self {
             Self::Attention(case) | Self::States(case) => case.formats(),
+            Self::Merge(case) => format!("{} parts of {} rows", case.parts, case.rows),
             Self::Packing(case) => case.format.to_string(),
             Self::Statistics(case) => format!("{} rows × {} keys", case.positions.len(), case.tokens),
             Self::TokenScores(case) => format!("{} tokens", case.tokens),
@@ -189,9 +201,12 @@ impl Check {
         match self {
             Self::Attention(case) | Self::States(case) => case.segments.iter().map(|segment| segment.format).collect(),
             Self::Packing(case) => vec![case.format],
-            Self::Statistics(_) | Self::TokenScores(_) | Self::TopK(_) | Self::Eviction(_) | Self::Chunks(_) => {
-                Vec::new()
-            }
+            Self::Merge(_)
+            | Self::Statistics(_)
+            | Self::TokenScores(_)
+            | Self::TopK(_)
+            | Self::Eviction(_)
+            | Self::Chunks(_) => Vec::new(),
         }
     }
 
@@ -203,6 +218,7 @@ impl Check {
         match self {
             Self::Attention(case) => attend::run(backend, case).await,
             Self::States(case) => attend::run_states(backend, case).await,
+            Self::Merge(case) => merge::run(backend, case).await,
             Self::Packing(case) => pack::run(backend, case).await,
             Self::Statistics(case) => select::run_statistics(backend, case).await,
             Self::TokenScores(case) => select::run_token_scores(backend, case).await,

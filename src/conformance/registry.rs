@@ -2,6 +2,7 @@
 
 use super::attend::{attend_cases, state_cases};
 use super::check::Check;
+use super::merge::merge_cases;
 use super::pack::pack_cases;
 use super::select::{chunks_cases, eviction_cases, statistics_cases, token_scores_cases, top_k_cases};
 
@@ -9,6 +10,7 @@ use super::select::{chunks_cases, eviction_cases, statistics_cases, token_scores
 pub fn checks() -> Vec<Check> {
     let mut checks: Vec<Check> = attend_cases().into_iter().map(Check::Attention).collect();
     checks.extend(state_cases().into_iter().map(Check::States));
+    checks.extend(merge_cases().into_iter().map(Check::Merge));
     checks.extend(pack_cases().into_iter().map(Check::Packing));
     checks.extend(statistics_cases().into_iter().map(Check::Statistics));
     checks.extend(token_scores_cases().into_iter().map(Check::TokenScores));

@@ -13,15 +13,15 @@ use super::{
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows, TokenSelection,
-    WriteInput,
+    RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows,
+    TokenSelection, WriteInput,
 };
 use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
     AttendPlan, Elements, Page, RowLayout, Split, TokenIndices, TokenRange, TokenWrite, WindowMove, Work, WriteTable,
 };
-use crate::policy::{self, Merging, RowStatsSource, ScoreRequest, StatsRequest};
+use crate::policy::{self, ColumnRequest, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
 
 /// The CPU backend: every kernel in f32, with rayon's threads.
@@ -346,8 +346,7 @@ impl TokenSelection for Cpu {
         known_lse: Option<&CpuTensor>,
     ) -> Result<MeasuredAttention<CpuTensor, Vec<u32>>> {
         request.log_threshold()?;
-        let (queries, keys) = (dense_rows(input.queries), dense_rows(input.keys));
-        let input = StatsInput { shape: input.shape, rows: input.rows, queries, keys };
+        let input = stats_input(input);
         let all = TokenRange::new(0, input.rows.tokens())?;
         let columns = |lse: &[f32], max: &[f32]| attention_column_stats(&input, all, request.columns, lse, max);
         let (measured, columns) = match (request.rows, known_lse) {
@@ -362,6 +361,25 @@ impl TokenSelection for Cpu {
         let (row_max, row_lse) = measured.map(|rows| (CpuTensor::F32(rows.max), CpuTensor::F32(rows.lse))).unzip();
         let counts = request.columns.threshold.map(|_| columns.counts);
         Ok(MeasuredAttention { row_max, row_lse, column_sums: CpuTensor::F32(columns.sums), counts })
+    }
+
+    fn measure_rows(&self, input: QueriesAndKeys<'_, CpuTensor>) -> Result<RowStatistics<CpuTensor>> {
+        let all = TokenRange::new(0, input.rows.tokens())?;
+        let rows = attention_row_stats(&stats_input(input), all)?;
+        Ok(RowStatistics { max: CpuTensor::F32(rows.max), lse: CpuTensor::F32(rows.lse) })
+    }
+
+    fn measure_columns(
+        &self,
+        input: QueriesAndKeys<'_, CpuTensor>,
+        columns: ColumnRequest,
+        rows: &RowStatistics<CpuTensor>,
+    ) -> Result<MeasuredAttention<CpuTensor, Vec<u32>>> {
+        let all = TokenRange::new(0, input.rows.tokens())?;
+        let (lse, max) = (rows.lse.to_f32(), rows.max.to_f32());
+        let found = attention_column_stats(&stats_input(input), all, columns, &lse, &max)?;
+        let counts = columns.threshold.map(|_| found.counts);
+        Ok(MeasuredAttention { row_max: None, row_lse: None, column_sums: CpuTensor::F32(found.sums), counts })
     }
 
     fn token_scores(
@@ -426,6 +444,11 @@ impl TokenSelection for Cpu {
     ) -> Result<CpuTensor> {
         super::reorder_chunks(shape, dense_rows(rows), chunk_tokens, order)
     }
+}
+
+fn stats_input(input: QueriesAndKeys<'_, CpuTensor>) -> StatsInput<'_> {
+    let (queries, keys) = (dense_rows(input.queries), dense_rows(input.keys));
+    StatsInput { shape: input.shape, rows: input.rows, queries, keys }
 }
 
 fn dense_rows(rows: TensorRows<'_, CpuTensor>) -> DenseRows<'_> {

@@ -28,15 +28,15 @@ use super::select::{
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
     MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, StateParts, Storage, TensorRows,
-    TokenSelection, WriteInput,
+    RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, StateParts, Storage,
+    TensorRows, TokenSelection, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
     AttendPlan, ElementType, Elements, LayerWrites, Page, PageCopy, RowLayout, Rows, TokenIndices, TokenWrite,
     WindowCapacity, WindowMove, WriteLayout, WriteTable,
 };
-use crate::policy::{Merging, ScoreRequest, StatsRequest};
+use crate::policy::{ColumnRequest, HeadAggregation, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
 
 /// A CUDA stream with the kernels of its device. Cheap to clone.
@@ -475,6 +475,33 @@ impl TokenSelection for Cuda {
             column_sums: bound.column_sums,
             counts: bound.counts,
         })
+    }
+
+    fn measure_rows(&self, input: QueriesAndKeys<'_, Tensor>) -> Result<RowStatistics<Tensor>> {
+        self.check_tensors("row statistics", &[input.queries.tensor, input.keys.tensor])?;
+        let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: None };
+        let request = StatsRequest { columns, rows: RowStatsSource::Measured };
+        let layouts = [input.queries.layout, input.keys.layout];
+        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let (launches, rows) = plan.bind_rows(self, input.queries.tensor, input.keys.tensor)?;
+        launches.launch(&self.stream)?;
+        Ok(rows)
+    }
+
+    fn measure_columns(
+        &self,
+        input: QueriesAndKeys<'_, Tensor>,
+        columns: ColumnRequest,
+        rows: &RowStatistics<Tensor>,
+    ) -> Result<MeasuredAttention<Tensor, Words>> {
+        self.check_tensors("column statistics", &[input.queries.tensor, input.keys.tensor, &rows.max, &rows.lse])?;
+        let layouts = [input.queries.layout, input.keys.layout];
+        let request = StatsRequest { columns, rows: RowStatsSource::Known };
+        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let bound = plan.bind_columns(self, input.queries.tensor, input.keys.tensor, rows)?;
+        bound.launches.launch(&self.stream)?;
+        let (column_sums, counts) = (bound.column_sums, bound.counts);
+        Ok(MeasuredAttention { row_max: None, row_lse: None, column_sums, counts })
     }
 
     fn token_scores(

@@ -121,6 +121,18 @@ impl RankShare {
         whole * turn + if turns % ranks == self.rank { rest } else { 0 }
     }
 
+    /// The last position before this one that it stores.
+    pub(crate) fn last_held(&self, before: usize) -> Option<usize> {
+        let (turn, ranks) = (self.placement.turn, self.placement.ranks);
+        let last = before.checked_sub(1)?;
+        // Turns since the last one of this rank.
+        let since = (last / turn % ranks + ranks - self.rank) % ranks;
+        match since {
+            0 => Some(last),
+            since => (last / turn).checked_sub(since).map(|of| (of + 1) * turn - 1),
+        }
+    }
+
     /// The first piece of some positions that one rank stores, and whether it is this one; none of no positions.
     pub fn first_piece(&self, positions: Range<usize>) -> Option<(Range<usize>, bool)> {
         if positions.is_empty() {
@@ -186,6 +198,7 @@ mod tests {
             for share in &shares {
                 let held = all.clone().filter(|&position| share.holds(position)).count();
                 prop_assert_eq!(share.tokens(all.end), held);
+                prop_assert_eq!(share.last_held(all.end), all.clone().rev().find(|&position| share.holds(position)));
                 let pieces: Vec<_> = share.pieces(from..all.end).collect();
                 let mut next = from;
                 for (piece, holds) in &pieces {

@@ -1,6 +1,6 @@
 //! The query rows whose attention is measured.
 
-use crate::counts::{TokenCount, collected};
+use crate::counts::{TokenCount, collected, saturated};
 use crate::plan::TokenRange;
 use crate::{Error, Result};
 
@@ -59,6 +59,20 @@ impl QueryPositions {
             return Err(Error::Selection { reason });
         }
         Self::new(collected("query rows to measure", TokenCount::new(range.end())?.last(rows))?, tokens)
+    }
+
+    /// The rows as a part of the context sees them, which has `keys` keys: how many rows come before the first that sees
+    /// a key of it, and the others. `keys_until` returns how many keys of the part lie before a position. Several rows
+    /// may see the same keys, so that positions within a part ascend, but not strictly. `None` if no row sees any.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when there are more keys than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
+    pub(crate) fn in_part(&self, keys: usize, keys_until: impl Fn(usize) -> usize) -> Result<Option<(usize, Self)>> {
+        let seen = |&position: &u32| keys_until(position as usize + 1).min(keys);
+        let unseeing = self.positions.iter().take_while(|position| seen(position) == 0).count();
+        let positions: Vec<u32> = self.positions[unseeing..].iter().map(|row| saturated(seen(row) - 1)).collect();
+        let tokens = TokenCount::new(keys)?;
+        Ok((!positions.is_empty()).then_some((unseeing, Self { positions, tokens })))
     }
 
     /// Number of rows, at least 1.

@@ -138,6 +138,19 @@ impl LayerSelection {
         Self::new(self.tokens(), self.kept.iter().zip(&places.kept).map(of_head).collect())
     }
 
+    /// The tokens at the same places among the kept tokens of every head. Places ascend.
+    ///
+    /// # Errors
+    /// [`Error::Selection`] when a place does not exist.
+    pub(crate) fn of_places(&self, places: &[u32]) -> Result<Self> {
+        let count = self.count();
+        if let Some(place) = places.iter().find(|&&place| place as usize >= count) {
+            return Err(Error::Selection { reason: format!("place {place} among {count} kept tokens") });
+        }
+        let of_head = |kept: &Vec<u32>| places.iter().map(|&place| kept[place as usize]).collect();
+        Self::new(self.tokens(), self.kept.iter().map(of_head).collect())
+    }
+
     /// Kept positions `[kv_heads, count]`, in the order that kernels read.
     pub fn indices(&self) -> Vec<u32> {
         self.kept.concat()

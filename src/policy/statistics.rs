@@ -34,6 +34,8 @@ pub enum RowStatsSource {
     /// The caller knows the log-sum-exp from its own prefill. Keys are read once. Counting is impossible then, since it
     /// needs the maximum of each row.
     KnownLse,
+    /// Maximum and log-sum-exp are known: those over all parts of a context. Keys are read once.
+    Known,
 }
 
 impl RowStatsSource {

@@ -1,7 +1,7 @@
 //! What ranks tell each other between steps: whether a call succeeded on all, and numbers.
 
 use super::context_parallel::ContextParallel;
-use super::transport::{TensorOf, Transport};
+use super::transport::{Reduction, TensorOf, Transport};
 use crate::backend::{Backend, Device};
 use crate::counts::{filled, whole};
 use crate::plan::Elements;
@@ -38,9 +38,13 @@ pub(super) async fn agree<T: Transport>(
     if refused.is_empty() {
         return Ok(());
     }
-    let reason =
-        format!("ranks {refused:?} could not; their own errors say why, and this one is as it was or has room");
-    Err(Error::Plan { what, reason })
+    Err(self::refused(what, &refused))
+}
+
+/// The error for what other ranks could not do.
+fn refused(what: &'static str, ranks: &[usize]) -> Error {
+    let reason = format!("ranks {ranks:?} could not; their own errors say why, and this one is as it was or has room");
+    Error::Plan { what, reason }
 }
 
 /// The numbers of every rank, in the order of the ranks. All bring as many.
@@ -68,6 +72,63 @@ where
     /// The numbers of every rank, in the order of the ranks. All bring as many, and at least one.
     pub(super) async fn gather_numbers(&mut self, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
         gather(&mut self.transport, numbers).await
+    }
+
+    /// The elements of every rank, in the order of the ranks. All bring `elements`, or their error.
+    ///
+    /// # Errors
+    /// The error of this rank; [`Error::Plan`] when another rank brought one; [`Error::Transport`].
+    pub(super) async fn gather_floats(
+        &mut self,
+        what: &'static str,
+        mine: Result<Vec<f32>>,
+        elements: usize,
+    ) -> Result<Vec<Vec<f32>>> {
+        let (ranks, each) = (self.transport.ranks(), elements.saturating_add(1));
+        let part = self.flagged(&mine, elements).await?;
+        let all = filled("elements of all ranks", each.saturating_mul(ranks), 0.0f32)?;
+        let mut all = self.transport.backend().upload(Elements::F32(&all)).await?;
+        self.transport.all_gather(&part, each, &mut all)?;
+        self.transport.wait()?;
+        let all = self.transport.backend().download(&all).await?;
+        mine?;
+        let failed: Vec<usize> = (0..ranks).filter(|rank| all[rank * each] != 0.0).collect();
+        match failed.is_empty() {
+            true => Ok(all.chunks(each).map(|of| of[1..].to_vec()).collect()),
+            false => Err(refused(what, &failed)),
+        }
+    }
+
+    /// The sums of the elements of all ranks. All bring `elements`, or their error.
+    ///
+    /// # Errors
+    /// The error of this rank; [`Error::Plan`] when another rank brought one; [`Error::Transport`].
+    pub(super) async fn sum_floats(
+        &mut self,
+        what: &'static str,
+        mine: Result<Vec<f32>>,
+        elements: usize,
+    ) -> Result<Vec<f32>> {
+        let mut sums = self.flagged(&mine, elements).await?;
+        self.transport.all_reduce(&mut sums, elements.saturating_add(1), Reduction::Sum)?;
+        self.transport.wait()?;
+        let mut sums = self.transport.backend().download(&sums).await?;
+        mine?;
+        if sums[0] != 0.0 {
+            let reason = "another rank could not; its own error says why, and this one is as it was".into();
+            return Err(Error::Plan { what, reason });
+        }
+        Ok(sums.split_off(1))
+    }
+
+    /// The elements of this rank, behind one that says whether there are any.
+    async fn flagged(&self, mine: &Result<Vec<f32>>, elements: usize) -> Result<TensorOf<T>> {
+        let mut part = filled("elements of a rank", elements.saturating_add(1), 0.0f32)?;
+        match mine {
+            Ok(mine) => part[1..].copy_from_slice(mine),
+            Err(_) => part[0] = 1.0,
+        }
+        self.transport.backend().upload(Elements::F32(&part)).await
     }
 
     /// The numbers of rank 0. All bring as many, and at least one.

@@ -67,6 +67,8 @@ where
     pub(super) transport: T,
     /// Room for the states of all ranks, by shape, and its rows.
     rooms: Vec<StateRoom<TensorOf<T>>>,
+    /// How often every sequence was compressed again. Ranks that differ hold different tokens at the same length.
+    pub(super) compressions: Vec<u64>,
 }
 
 struct StateRoom<T> {
@@ -112,7 +114,7 @@ where
         let mut transport = transport;
         let agreed = super::agreement::agree(&mut transport, "caches of ranks", cache.as_ref().map(|_| ()));
         agreed.await?;
-        Ok(Self { cache: cache?, transport, rooms: Vec::new() })
+        Ok(Self { cache: cache?, transport, rooms: Vec::new(), compressions: vec![0; sequences] })
     }
 }
 
@@ -364,7 +366,8 @@ where
         self.transport = transport;
         let sequences = self.cache.sequences();
         let lengths = (0..sequences).map(|of| self.cache.length(of).map(|length| length as u64));
-        let of_ranks = self.gather_numbers(&lengths.collect::<Result<Vec<_>>>()?).await?;
+        let lengths = lengths.collect::<Result<Vec<_>>>()?;
+        let of_ranks = self.gather_numbers(&[lengths, self.compressions.clone()].concat()).await?;
         let mut rejoined = Rejoined::default();
         let mut failed = Vec::with_capacity(sequences);
         for sequence in 0..sequences {
@@ -375,7 +378,12 @@ where
                 rejoined.truncated.push(sequence);
             }
             let kept = if least == 0 { self.cache.clear(sequence) } else { self.cut(sequence, least as usize) };
-            failed.push(u64::from(kept.is_err()));
+            // Where some ranks hold what was kept and others what was held before, nothing fits together.
+            let compressions = || of_ranks.iter().map(|of| of[sequences + sequence]);
+            let most = compressions().max().unwrap_or(0);
+            let parted = least > 0 && compressions().any(|of| of != most);
+            self.compressions[sequence] = most;
+            failed.push(u64::from(kept.is_err() || parted));
         }
         let of_ranks = self.gather_numbers(&failed).await?;
         rejoined.lost = (0..sequences).filter(|&of| of_ranks.iter().any(|failed| failed[of] > 0)).collect();

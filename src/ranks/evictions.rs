@@ -1,10 +1,12 @@
 //! Prompts of which a part stays, spread over ranks.
 
 use super::context_parallel::ContextParallel;
+use super::shared_prompt::SharedPrompt;
 use super::transport::{TensorOf, Transport};
 use crate::backend::Backend;
-use crate::cache::{DenseLayer, ObservedPrompt};
+use crate::cache::DenseLayer;
 use crate::counts::saturated;
+use crate::plan::RankShare;
 use crate::policy::{LayerSelection, Policy, Selection, Spans};
 use crate::{Error, Result};
 
@@ -12,40 +14,32 @@ impl<T: Transport> ContextParallel<T>
 where
     T::Backend: Backend + Clone,
 {
-    /// A prompt for a policy to observe, layer by layer: [`ModelCache::observe`](crate::cache::ModelCache::observe).
-    /// Every rank observes all of it.
+    /// A prompt for a policy to observe, layer by layer with
+    /// [`observe_layer`](ContextParallel::observe_layer): [`ModelCache::observe`](crate::cache::ModelCache::observe).
     ///
     /// # Errors
-    /// As [`ModelCache::observe`](crate::cache::ModelCache::observe); [`Error::Unsupported`] for policies that merge
-    /// tokens.
-    pub fn observe(&self, policy: Policy, spans: Spans) -> Result<ObservedPrompt<T::Backend>> {
-        if policy.merging.is_some() {
-            return Err(Error::Unsupported {
-                what: "merging evicted tokens into those of other ranks".into(),
-                hint: "use a policy that evicts and does not merge".into(),
-            });
-        }
-        self.cache.observe(policy, spans)
+    /// As [`ModelCache::observe`](crate::cache::ModelCache::observe).
+    pub fn observe(&self, policy: Policy, spans: Spans) -> Result<SharedPrompt<T::Backend>> {
+        let share = self.cache.share().copied().unwrap_or(RankShare::ALL);
+        Ok(SharedPrompt::new(self.cache.observe(policy, spans)?, share))
     }
 
     /// Stores the part of a prompt that its policy keeps, at the end of a sequence, in every layer:
-    /// [`ModelCache::compress`](crate::cache::ModelCache::compress). Rank 0 decides, so that all keep the same, and
-    /// every rank stores as much of it: of the tokens that a KV head keeps, those whose place among them is its own by
-    /// the [`Placement`](super::Placement). `prompt` has the keys and values that were observed. Waits for the others.
+    /// [`ModelCache::compress`](crate::cache::ModelCache::compress). All ranks have the same statistics; rank 0 decides,
+    /// so that all keep the same. Of the tokens that a KV head keeps, a rank stores those whose place among them is its
+    /// own by the [`Placement`](super::Placement). Where evicted tokens are merged into kept ones, every rank merges
+    /// all, and stores its part. Waits for the others.
     ///
     /// # Errors
     /// As [`ModelCache::compress`](crate::cache::ModelCache::compress), on this rank or another; [`Error::Transport`].
     /// No rank has changed, unless the error is one of the transport.
-    pub async fn compress(
-        &mut self,
-        sequence: usize,
-        observed: &ObservedPrompt<T::Backend>,
-        prompt: Vec<DenseLayer<TensorOf<T>>>,
-    ) -> Result<Selection> {
-        let selected = observed.select().await;
+    pub async fn compress(&mut self, sequence: usize, prompt: &SharedPrompt<T::Backend>) -> Result<Selection> {
+        let selected = prompt.select().await;
         self.agree("choice of a policy", selected.as_ref().map(|_| ()).map_err(Clone::clone)).await?;
         let selection = self.selection_of_first(&selected?).await?;
-        self.keep(sequence, prompt, &selection).await?;
+        let before = self.cache.length(sequence)?;
+        let kept = self.cache.keep_observed(sequence, &prompt.observed, &selection).await;
+        self.agree_to_keep(sequence, before, kept).await?;
         Ok(selection)
     }
 
@@ -63,30 +57,18 @@ where
         selection: &Selection,
     ) -> Result<()> {
         let before = self.cache.length(sequence)?;
-        let kept = match self.part_of(selection) {
-            Ok(part) => self.cache.keep_chosen(sequence, prompt, &part).await,
-            Err(error) => Err(error),
-        };
+        let kept = self.cache.keep_chosen(sequence, prompt, selection).await;
+        self.agree_to_keep(sequence, before, kept).await
+    }
+
+    /// Takes back what this rank kept, if another could not.
+    async fn agree_to_keep(&mut self, sequence: usize, before: usize, kept: Result<()>) -> Result<()> {
         let has_changed = kept.is_ok();
         let agreed = self.agree("tokens to keep", kept).await;
         if agreed.is_err() && has_changed {
             if before == 0 { self.cache.clear(sequence)? } else { self.cache.truncate(sequence, before)? }
         }
         agreed
-    }
-
-    /// What this rank stores of a choice.
-    fn part_of(&self, selection: &Selection) -> Result<Selection> {
-        let Some(share) = self.cache.share().copied() else { return Ok(selection.clone()) };
-        let part = |layer: &LayerSelection| {
-            let of_head = |head| share.positions(0..layer.count()).map(|at| layer.kept(head)[at]).collect();
-            if (0..layer.kv_heads()).any(|head| !layer.merges(head).is_empty()) {
-                let reason = "it merges tokens, which may lie on several ranks; choose without merging".into();
-                return Err(Error::Selection { reason });
-            }
-            LayerSelection::new(layer.tokens(), (0..layer.kv_heads()).map(of_head).collect())
-        };
-        Selection::new(selection.layers().iter().map(part).collect::<Result<_>>()?)
     }
 
     /// The choice of rank 0, which that of this rank may differ from where its scores were rounded otherwise.

@@ -7,14 +7,18 @@
 //! | --- | --- |
 //! | [`Placement`] | which rank stores which positions: a pure function |
 //! | [`ContextParallel`] | one rank's cache, and the exchange with the others |
+//! | [`SharedPrompt`] | a prompt of which a part stays: statistics of a policy over the keys of all ranks |
 //! | [`HeadParallel`] | KV heads by rank, without an exchange |
 //! | [`Transport`] | what carries tensors between ranks: [`ThreadTransport`] between threads; kvpack has no network of its own |
 //! | [`StepTime`] | what a step takes on one rank and on several, computed from measurements: whether splitting pays |
 
 mod agreement;
+mod compress_again;
 mod context_parallel;
 mod evictions;
 mod head_parallel;
+mod shared_prompt;
+mod statistics;
 mod step_time;
 mod threads;
 mod transport;
@@ -22,6 +26,7 @@ mod transport;
 pub use crate::plan::{MOST_RANKS, Placement, RankShare};
 pub use context_parallel::{ContextParallel, Rejoined};
 pub use head_parallel::HeadParallel;
+pub use shared_prompt::SharedPrompt;
 pub use step_time::{ExchangeTime, ReadTime, SplitTime, StepTime};
 pub use threads::ThreadTransport;
 pub use transport::{Reduction, StateExchange, TensorOf, Transport};

@@ -27,7 +27,7 @@
 //! - **Kernels one by one.** Every kernel has a plan, which is pure and checks everything that can be checked without a
 //!   device. `bind` joins the plan with buffers. `encode` records the dispatches into an open pass and does nothing else.
 //!   They pack ([`QuantizePlan`], [`DequantizePlan`], [`FindNonFinitePlan`], [`HadamardPlan`], [`KeyMeanPlan`]), merge
-//!   ([`MergePairPlan`], [`UncentreLsePlan`]) and select ([`AttentionStatsPlan`], [`TokenScoresPlan`], [`TopKPlan`],
+//!   ([`MergePairPlan`], [`MergePartsPlan`], [`UncentreLsePlan`]) and select ([`AttentionStatsPlan`], [`TokenScoresPlan`], [`TopKPlan`],
 //!   [`GatherPlan`], [`EvictedPlan`], [`MergePlan`], [`ChunkSimilarityPlan`], [`ReorderChunksPlan`]).
 //! - **Compiled kernels**: [`Kernels`], [`Checks`], [`Launch`], [`Launches`], [`Variant`], and their text in [`shader`].
 //! - **Time on the device**: [`measure`].
@@ -43,7 +43,7 @@ mod planned;
 mod select;
 mod sources;
 
-pub use attend::{AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan};
+pub use attend::{AttendStep, AttendTensors, MergePairPlan, MergePartsPlan, Scratch, ScratchBytes, UncentreLsePlan};
 pub use backend::Wgpu;
 pub use device::shader;
 pub use device::{

@@ -72,6 +72,7 @@ files![
     "attend/merge/later.wgsl",
     "attend/merge/slot.wgsl",
     "attend/merge_pair.wgsl",
+    "attend/merge_parts.wgsl",
     "attend/merge_states.wgsl",
     "attend/numbering/local.wgsl",
     "attend/numbering/slot.wgsl",

@@ -2,8 +2,8 @@
 
 use kvpack::backend::{
     AttendOptions, Attention, AttentionStates, FilledSpan, FilledStores, KeptAndEvicted, NewSpan, Packing,
-    QueriesAndKeys, QueryBytes, QueryPrecision, RowCentres, SpanPlace, SpanSource, Storage, TensorRows, TokenSelection,
-    WindowMove, WriteInput,
+    QueriesAndKeys, QueryBytes, QueryPrecision, RowCentres, RowStatistics, SpanPlace, SpanSource, Storage, TensorRows,
+    TokenSelection, WindowMove, WriteInput,
 };
 use kvpack::cpu::{
     CalibrationSample, Cpu, CpuIndices, CpuStore, CpuTensor, DenseRows, DenseSegment, KeptTokens, NonFiniteFlags,
@@ -334,6 +334,23 @@ fn measured() -> Vec<Call> {
             let input = QueriesAndKeys { shape: shape(), rows: input.rows, queries, keys };
             let request = StatsRequest { columns: stats(threshold), rows: RowStatsSource::Measured };
             done(Cpu::new().measure_attention(input, request, None).is_ok());
+        }));
+        "backend::TokenSelection::measure_rows" => inputs(|input| {
+            let tensor = tensor();
+            let of = |layout| TensorRows { tensor: &tensor, layout };
+            let (queries, keys) = (of(input.queries.layout), of(input.keys.layout));
+            done(Cpu::new().measure_rows(QueriesAndKeys { shape: shape(), rows: input.rows, queries, keys }).is_ok());
+        });
+        "backend::TokenSelection::measure_columns" => inputs(|input| floats(|threshold| {
+            let tensor = tensor();
+            let of = |layout| TensorRows { tensor: &tensor, layout };
+            let (queries, keys) = (of(input.queries.layout), of(input.keys.layout));
+            let input = QueriesAndKeys { shape: shape(), rows: input.rows, queries, keys };
+            for given in [0, 4] {
+                let known = || CpuTensor::F32(vec![0.5; given]);
+                let rows = RowStatistics { max: known(), lse: known() };
+                done(Cpu::new().measure_columns(input, stats(threshold), &rows).is_ok());
+            }
         }));
         "cpu::gather" => layouts(|layout| words(|w| {
             done(gather(&shape(), DenseRows { elements: Elements::F32(&ROWS), layout }, &[0, w]));

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvpack::backend::{Attention, AttentionStates, StateParts};
-use kvpack::cache::{DenseLayer, Recipe, TokenRun};
+use kvpack::backend::{Attention, AttentionStates, StateParts, TensorRows};
+use kvpack::cache::{DenseLayer, MeasuredQueries, Recipe, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, QueryLayout, QueryRun, RowLayout, TokenRange};
 use kvpack::policy::{LayerSelection, Policy, Selection, Spans};
@@ -171,9 +171,28 @@ fn ranks() -> Vec<Call> {
         });
         "ranks::ContextParallel::compress" => sizes(|a| {
             let mut rank = rank();
-            let dense = DenseLayer { rows: RowLayout::token_major(1, &shape()), keys: row(), values: row() };
-            let prompt = rank.observe(Policy::h2o(0.5).unwrap(), Spans::new(1, &[]).unwrap()).unwrap();
-            done(block_on(rank.compress(a, &prompt, vec![dense])).is_ok());
+            let prompt = rank.observe(Policy::streaming(1, 1), Spans::new(1, &[]).unwrap()).unwrap();
+            done(block_on(rank.compress(a, &prompt)).is_ok());
         });
+        "ranks::ContextParallel::appended" => sizes(|a| done(block_on(rank().appended(a))));
+        "ranks::ContextParallel::compression_due" => pairs(|a, b| done(block_on(rank().compression_due(a, b))));
+        "ranks::ContextParallel::compress_again" => sizes(|a| {
+            let spans = Spans::new(1, &[]).unwrap();
+            done(block_on(rank().compress_again(a, &Policy::streaming(1, 1), &spans, &[])).is_ok());
+        });
+        "ranks::SharedPrompt::decide_by" => policies().into_iter().for_each(|policy| {
+            let mut prompt = rank().observe(Policy::h2o(0.5).unwrap(), Spans::new(3, &[]).unwrap()).unwrap();
+            done(prompt.decide_by(policy));
+        });
+        "ranks::ContextParallel::observe_layer" => sizes(|a| few_triples(|tokens, token_stride, head_stride| {
+            let mut rank = rank();
+            let mut prompt = rank.observe(Policy::h2o(0.5).unwrap(), Spans::new(1, &[]).unwrap()).unwrap();
+            let layout = RowLayout { tokens, token_stride, head_stride };
+            let dense = |rows| DenseLayer { rows, keys: row(), values: row() };
+            let (queries, one) = (query(), RowLayout::token_major(1, &shape()));
+            let of = |layout| MeasuredQueries { queries: TensorRows { tensor: &queries, layout }, known_lse: None };
+            done(block_on(rank.observe_layer(&mut prompt, a, dense(layout), Some(of(one)))));
+            done(block_on(rank.observe_layer(&mut prompt, a, dense(one), Some(of(layout)))));
+        }));
     }
 }

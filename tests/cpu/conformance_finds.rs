@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use kvpack::Result;
 use kvpack::backend::{
     AttendOptions, Attention, AttentionStates, Forward, Forwarding, MeasuredAttention, NonFinite, Packing,
-    QueriesAndKeys, ScoredTokens, SpanRead, SpanWrite, TokenSelection,
+    QueriesAndKeys, RowStatistics, ScoredTokens, SpanRead, SpanWrite, StateParts, TokenSelection,
 };
 use kvpack::conformance::{self, Failure, Report};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
@@ -13,7 +13,7 @@ use kvpack::format::{AttentionShape, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use kvpack::plan::{
     AttendPlan, ElementType, Page, PlannedSpan, QueryRun, RowLayout, Scoring, SpanView, StoreView, TokenRange, Visible,
 };
-use kvpack::policy::{ScoreRequest, StatsRequest};
+use kvpack::policy::{ColumnRequest, ScoreRequest, StatsRequest};
 
 use crate::any_backend::exact::dot;
 
@@ -52,6 +52,10 @@ enum Mistake {
     ForgetsRecent,
     /// Column sums lack the last query row.
     DropsLastRow,
+    /// Columns are measured with the statistics of the rows over the part alone.
+    ForgetsOtherParts,
+    /// The last part of merged states is left out.
+    DropsLastPart,
     /// Outputs of bf16 are cut off in place of being rounded.
     CutsBf16,
     /// A window begins one position too early.
@@ -163,6 +167,29 @@ impl Forward for Mistaken {
             measured.column_sums = CpuTensor::F32(sums);
         }
         Ok(measured)
+    }
+
+    fn measure_columns(
+        &self,
+        input: QueriesAndKeys<'_, CpuTensor>,
+        columns: ColumnRequest,
+        rows: &RowStatistics<CpuTensor>,
+    ) -> Result<MeasuredAttention<CpuTensor, Vec<u32>>> {
+        if self.mistake == Mistake::ForgetsOtherParts {
+            return self.cpu.measure_columns(input, columns, &self.cpu.measure_rows(input)?);
+        }
+        self.cpu.measure_columns(input, columns, rows)
+    }
+
+    fn merge_parts(
+        &self,
+        shape: &AttentionShape,
+        parts: StateParts<'_, CpuTensor>,
+        output: &mut CpuTensor,
+        lse: Option<&mut CpuTensor>,
+    ) -> Result<()> {
+        let fewer = if self.mistake == Mistake::DropsLastPart { parts.parts - 1 } else { parts.parts };
+        self.cpu.merge_parts(shape, StateParts { parts: fewer.max(1), ..parts }, output, lse)
     }
 
     fn dequantize(&self, store: &CpuStore, read: SpanRead<'_>) -> Result<(CpuTensor, CpuTensor)> {
@@ -465,4 +492,17 @@ fn ties_that_go_to_the_wrong_index_are_found() {
 #[test]
 fn a_query_row_that_is_not_counted_is_found() {
     is_inaccurate("stats-last-50", Mistake::DropsLastRow);
+}
+
+#[test]
+fn statistics_of_a_part_alone_are_found() {
+    is_inaccurate("stats-last-50", Mistake::ForgetsOtherParts);
+}
+
+#[test]
+fn a_part_that_is_not_merged_is_found() {
+    for name in ["merge-two-parts", "merge-three-parts", "merge-many-parts"] {
+        let report = run(name, Mistake::DropsLastPart);
+        assert!(report.failures.iter().any(|f| matches!(f, Failure::Inaccurate { .. })), "{name}: {}", report.reason());
+    }
 }

@@ -10,7 +10,8 @@ use kvpack::policy::{
 };
 use kvpack::wgpu::{
     AttentionStats, AttentionStatsPlan, Capabilities, ChunkSimilarityPlan, EvictedPlan, GatherPlan, HadamardPlan,
-    Indices, KernelLimits, Kernels, Launches, MergePairPlan, MergePlan, ReorderChunksPlan, Tensor, TopKPlan, Wgpu,
+    Indices, KernelLimits, Kernels, Launches, MergePairPlan, MergePartsPlan, MergePlan, ReorderChunksPlan, Tensor,
+    TopKPlan, Wgpu,
 };
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
@@ -449,6 +450,10 @@ fn no_buffer_is_both_read_and_written() {
                 .err(),
         ),
         ("merge_pair", MergePairPlan::new(shape, 1).bind(kernels(&backend), &states(0), &apart, &states(1024)).err()),
+        (
+            "merge_parts",
+            MergePartsPlan::new(shape, 1, 1).unwrap().bind(kernels(&backend), &states(0), &part(1024, 256), None).err(),
+        ),
         (
             "hadamard",
             HadamardPlan::new(&shape, rows, Rotation::hadamard(64), Direction::Forward)

@@ -62,7 +62,6 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Nothing has changed.
     pub(in crate::cache) fn replace(&mut self, sequence: usize, spans: &[PromptSpan<'_, I>]) -> Result<Change<I>> {
         self.sequence(sequence)?;
-        self.check_whole("compressing a sequence again")?;
         let needed = self.room_for_prompt(spans)?;
         self.check_room(&needed)?;
         let mut change = Change::new(&self.recipe);

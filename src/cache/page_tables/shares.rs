@@ -65,19 +65,21 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Ok(())
     }
 
-    /// Number of consecutive tokens at the end of a sequence of which none was evicted, those on other ranks included.
+    /// Number of consecutive tokens at the end of a sequence of which none was evicted. A rank sees that of its own
+    /// tokens, and counts those of other ranks behind the last that it lacks: the least of all ranks is the number.
     pub(in crate::cache) fn unbroken(&self, sequence: usize) -> Result<usize> {
         let of = self.sequence(sequence)?;
         let Some(share) = self.share else { return Ok(of.unbroken()) };
-        let is_elsewhere = |gap: Range<usize>| share.pieces(gap).all(|(_, holds)| !holds);
+        // One past the last position before this one that the rank is to hold.
+        let last_own = |before: usize| share.last_held(before).map_or(0, |last| last + 1);
         let mut from = of.length;
         for span in of.spans.iter().rev() {
             match span.positions {
-                Positions::From(start) if is_elsewhere(start + span.tokens..from) => from = start,
-                _ => return Ok(of.length - from),
+                Positions::From(start) if start + span.tokens >= last_own(from) => from = start,
+                _ => break,
             }
         }
-        Ok(if is_elsewhere(0..from) { of.length } else { of.length - from })
+        Ok(of.length - last_own(from))
     }
 
     /// Spans of a rank that all queries of a plan see whole, joined: a kernel then reads one span in place of one for

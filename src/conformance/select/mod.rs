@@ -29,7 +29,7 @@ fn exact_numbers(count: usize, seed: u64) -> Vec<f32> {
 }
 
 /// The element with the largest deviation from the CPU reference, if it exceeds `tolerance · (1 + |want|)`.
-fn far(what: &str, got: &[f32], want: &[f32], tolerance: f64) -> Option<Failure> {
+pub(super) fn far(what: &str, got: &[f32], want: &[f32], tolerance: f64) -> Option<Failure> {
     if got.len() != want.len() {
         return super::pack::difference(what, got, want);
     }

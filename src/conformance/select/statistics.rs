@@ -1,12 +1,12 @@
 //! `attention_row_stats`, `attention_column_stats` and `sum_partials`.
 
 use super::{exact_numbers, far};
-use crate::backend::{QueriesAndKeys, TensorRows};
+use crate::backend::{QueriesAndKeys, RowStatistics, TensorRows};
 use crate::conformance::attend::RowOrder;
 use crate::conformance::pack::difference;
 use crate::conformance::report::{Failure, Report};
 use crate::cpu::{
-    ColumnStats, CpuTensor, DenseRows, RowStats, StatsInput, attention_column_stats, attention_row_stats,
+    ColumnStats, CpuTensor, DenseRows, RowStats, StatsInput, attention_column_stats, attention_row_stats, sum_partials,
 };
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout, TokenRange};
@@ -222,7 +222,97 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Statisti
     if backend.measure_attention(on_device, request, None).is_ok() {
         failures.push(Failure::Refusal { message: "column sums were measured without the log-sum-exp".into() });
     }
+    failures.extend(in_parts(backend, case, on_device, &row_stats, &want).await?);
     Ok(Report { check: case.name.clone(), accuracy: None, failures })
+}
+
+/// The same statistics, of the keys in two parts: first those of rows, which are combined, then those of columns. Rows
+/// behind the first part see the same keys of it, and rows before the second see none of that.
+async fn in_parts<B: Backend>(
+    backend: &B,
+    case: &StatisticsCase,
+    whole: QueriesAndKeys<'_, B::Tensor>,
+    row_stats: &RowStats,
+    want: &ColumnStats,
+) -> Result<Vec<Failure>> {
+    let (heads, rows) = (case.shape.query_heads(), whole.rows.len());
+    let columns = ColumnRequest { aggregation: case.aggregation, threshold: Some(case.threshold) };
+    let cut = case.tokens.div_ceil(2);
+    let mut parts = Vec::new();
+    for range in [0..cut, cut..case.tokens] {
+        let keys_until = |end: usize| end.saturating_sub(range.start);
+        let Some((unseeing, seeing)) = whole.rows.in_part(range.len(), keys_until)? else { continue };
+        let keys = rows_of(backend, &case.shape, whole.keys, range.clone()).await?;
+        let of_queries = AttentionShape::new(heads, heads, case.shape.head_dim())?;
+        let queries = rows_of(backend, &of_queries, whole.queries, unseeing..rows).await?;
+        parts.push((range, unseeing, seeing, keys, queries));
+    }
+    fn input<'a, T>(
+        shape: &AttentionShape,
+        rows: &'a QueryPositions,
+        (queries, keys): (&'a T, &'a T),
+    ) -> QueriesAndKeys<'a, T> {
+        let layout = |tokens| RowLayout::head_major(tokens, shape);
+        let queries = TensorRows { tensor: queries, layout: layout(rows.len()) };
+        QueriesAndKeys {
+            shape: *shape,
+            rows,
+            queries,
+            keys: TensorRows { tensor: keys, layout: layout(rows.tokens()) },
+        }
+    }
+    let mut of_parts = Vec::new();
+    for (_, unseeing, seeing, keys, queries) in &parts {
+        let measured = backend.measure_rows(input(&case.shape, seeing, (queries, keys)))?;
+        let padded = |measured: Vec<f32>| -> Vec<f32> {
+            let none = || std::iter::repeat_n(f32::NEG_INFINITY, *unseeing);
+            measured.chunks(seeing.len()).flat_map(|of_head| none().chain(of_head.iter().copied())).collect()
+        };
+        let (max, lse) = (backend.download(&measured.max).await?, backend.download(&measured.lse).await?);
+        of_parts.push(RowStats { max: padded(max), lse: padded(lse) });
+    }
+    let combined = sum_partials(&of_parts)?;
+    let mut failures = Vec::new();
+    failures.extend(far("maxima of rows in parts", &combined.max, &row_stats.max, 1e-5));
+    failures.extend(far("log-sum-exps of rows in parts", &combined.lse, &row_stats.lse, 1e-5));
+    let mut counts = vec![0u32; heads * rows];
+    for (range, unseeing, seeing, keys, queries) in &parts {
+        let cut = |all: &[f32]| -> Vec<f32> {
+            all.chunks(rows).flat_map(|of_head| of_head[*unseeing..].iter().copied()).collect()
+        };
+        let known = RowStatistics {
+            max: backend.upload(cut(&row_stats.max).as_slice().into()).await?,
+            lse: backend.upload(cut(&row_stats.lse).as_slice().into()).await?,
+        };
+        let measured = backend.measure_columns(input(&case.shape, seeing, (queries, keys)), columns, &known)?;
+        let of_part = |of_head: &[f32]| of_head[range.clone()].to_vec();
+        let expected: Vec<f32> = want.sums.chunks(case.tokens).flat_map(of_part).collect();
+        failures.extend(far("column sums of a part", &backend.download(&measured.column_sums).await?, &expected, 1e-4));
+        let Some(of_rows) = measured.counts else {
+            failures.push(Failure::Refusal { message: "no count of a part was measured".into() });
+            continue;
+        };
+        let of_rows = backend.download_words(&of_rows).await?;
+        for (all, of_head) in counts.chunks_mut(rows).zip(of_rows.chunks(seeing.len())) {
+            all[*unseeing..].iter_mut().zip(of_head).for_each(|(all, count)| *all += count);
+        }
+    }
+    let host = Rows::new(case)?;
+    failures.extend(wrong_count(case, &host.input(case), &counts, row_stats)?);
+    Ok(failures)
+}
+
+/// Some rows of a tensor, `[heads, rows, head_dim]`.
+async fn rows_of<B: Backend>(
+    backend: &B,
+    shape: &AttentionShape,
+    rows: TensorRows<'_, B::Tensor>,
+    range: std::ops::Range<usize>,
+) -> Result<B::Tensor> {
+    let of_head: Vec<u32> = range.map(|row| row as u32).collect();
+    let indices = of_head.repeat(shape.kv_heads());
+    let indices = backend.upload_indices(&indices, shape.kv_heads(), rows.layout.tokens as u32).await?;
+    backend.gather(shape, rows, &indices)
 }
 
 /// A count that does not lie between the counts of a threshold just above and one just below: f32 and f64 may disagree

@@ -1,10 +1,13 @@
 //! Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials`.
 
+use std::sync::Arc;
+
 use super::key_tile::{GroupWarps, KeyTile};
 use super::launch::{Kernel, Launch, Launches};
 use super::words::Words;
 use super::{check_index, check_output};
 use crate::Result;
+use crate::backend::RowStatistics;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::memory::Memory;
@@ -21,7 +24,7 @@ const SUM_THREADS: u32 = 128;
 /// Maximum size of the partial results of all parts of the keys in bytes. With many query rows, a part has more tiles.
 const PARTIAL_BYTES: usize = 64 << 20;
 
-const SUM_PROGRAM: &[&str] = &["select/sum_partials.cu"];
+static SUMS: Program = Program { sources: &SOURCES, files: &["select/sum_partials.cu"], defines: Vec::new() };
 
 /// Maximum shared memory of a block in bytes. The query rows of a group of four heads with 50 rows each fit into it.
 const SHARED_BYTES: usize = 100 << 10;
@@ -93,6 +96,14 @@ struct SumCall {
     counts: u64,
     rows: u32,
     parts: u32,
+}
+
+/// What statistics are measured of.
+struct StatsTensors<'a> {
+    backend: &'a Cuda,
+    queries: &'a Tensor,
+    keys: &'a Tensor,
+    positions: Arc<Memory>,
 }
 
 /// How keys and query rows are cut.
@@ -176,66 +187,129 @@ impl AttentionStatsPlan {
         keys: &Tensor,
         known_lse: Option<&Tensor>,
     ) -> Result<AttentionStats> {
-        let (shape, stream) = (&self.shape, backend.stream());
-        let query_shape = AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())?;
-        self.queries.check("query rows", queries.elements(), &query_shape)?;
-        self.keys.check("keys", keys.elements(), shape)?;
-        let head_rows = shape.query_heads() * self.rows.len();
-        let types = [keys.element_type(), queries.element_type()];
-        let facts = backend.kernels().facts();
-        let (row_cut, column_cut) = (self.cut(facts, types, Pass::Rows), self.cut(facts, types, Pass::Columns));
-        let positions = bytemuck::cast_slice(self.rows.positions());
-        let positions = Memory::upload(stream, "positions of query rows", positions)?;
-        let f32s = |elements| Tensor::zeroed(stream, elements, ElementType::F32);
-        let sum_grid = [head_rows.div_ceil(SUM_THREADS as usize), 1];
-        let sums = |cut: &Cut| SumCall { rows: head_rows as u32, parts: cut.parts as u32, ..SumCall::default() };
-        let sum_program = Program { sources: &SOURCES, files: SUM_PROGRAM, defines: Vec::new() };
-        let sum_kernel = |name| Kernel { program: &sum_program, name, grid: sum_grid, block: SUM_THREADS, shared: 0 };
-        let call = |cut: &Cut| self.call(cut, queries, keys, &positions);
+        let input = self.input(backend, queries, keys)?;
         let mut launches = Vec::new();
-
         let (row_max, row_lse) = match (self.request.rows, known_lse) {
             (RowStatsSource::KnownLse, Some(lse)) => {
-                check_output("log-sum-exps of rows", lse, head_rows, ElementType::F32)?;
+                check_output("log-sum-exps of rows", lse, self.head_rows(), ElementType::F32)?;
                 (None, lse.clone())
             }
             (RowStatsSource::Measured, None) => {
-                let partials = f32s(row_cut.parts * head_rows * 2)?;
-                let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
-                let call = StatsCall { row_partials: partials.memory().address(), ..call(&row_cut) };
-                let program = self.program(&["select/attention_row_stats.cu"], &row_cut, [queries, keys], &[]);
-                let kernel = self.kernel(&program, "attention_row_stats", &row_cut, Pass::Rows);
-                let memory = [queries.memory(), keys.memory(), &positions, partials.memory()];
-                launches.push(Launch::new(backend, kernel, &call, &memory)?);
-                let sums = SumCall {
-                    partials: partials.memory().address(),
-                    row_max: max.memory().address(),
-                    row_lse: lse.memory().address(),
-                    ..sums(&row_cut)
-                };
-                let kernel = sum_kernel("sum_partials");
-                let memory = [partials.memory(), max.memory(), lse.memory()];
-                launches.push(Launch::new(backend, kernel, &sums, &memory)?);
-                (Some(max), lse)
+                let rows = self.measure_rows(&input, &mut launches)?;
+                (Some(rows.max), rows.lse)
             }
             (source, _) => return Err(source.mismatch()),
         };
+        let (column_sums, counts) = self.measure_columns(&input, &row_lse, row_max.as_ref(), &mut launches)?;
+        Ok(AttentionStats { launches: Launches::new(launches), row_max, row_lse, column_sums, counts })
+    }
 
+    /// The statistics of rows alone.
+    ///
+    /// # Errors
+    /// As [`AttentionStatsPlan::bind`].
+    pub fn bind_rows(
+        &self,
+        backend: &Cuda,
+        queries: &Tensor,
+        keys: &Tensor,
+    ) -> Result<(Launches, RowStatistics<Tensor>)> {
+        let input = self.input(backend, queries, keys)?;
+        let mut launches = Vec::new();
+        let rows = self.measure_rows(&input, &mut launches)?;
+        Ok((Launches::new(launches), rows))
+    }
+
+    /// The statistics of columns, with those of rows that the caller knows.
+    ///
+    /// # Errors
+    /// As [`AttentionStatsPlan::bind`].
+    pub fn bind_columns(
+        &self,
+        backend: &Cuda,
+        queries: &Tensor,
+        keys: &Tensor,
+        rows: &RowStatistics<Tensor>,
+    ) -> Result<AttentionStats> {
+        let input = self.input(backend, queries, keys)?;
+        check_output("log-sum-exps of rows", &rows.lse, self.head_rows(), ElementType::F32)?;
+        check_output("maxima of rows", &rows.max, self.head_rows(), ElementType::F32)?;
+        let mut launches = Vec::new();
+        let (column_sums, counts) = self.measure_columns(&input, &rows.lse, Some(&rows.max), &mut launches)?;
+        let (row_max, row_lse) = (Some(rows.max.clone()), rows.lse.clone());
+        Ok(AttentionStats { launches: Launches::new(launches), row_max, row_lse, column_sums, counts })
+    }
+
+    /// Rows of all query heads.
+    fn head_rows(&self) -> usize {
+        self.shape.query_heads() * self.rows.len()
+    }
+
+    fn input<'a>(&self, backend: &'a Cuda, queries: &'a Tensor, keys: &'a Tensor) -> Result<StatsTensors<'a>> {
+        let shape = &self.shape;
+        let query_shape = AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())?;
+        self.queries.check("query rows", queries.elements(), &query_shape)?;
+        self.keys.check("keys", keys.elements(), shape)?;
+        let positions = bytemuck::cast_slice(self.rows.positions());
+        let positions = Memory::upload(backend.stream(), "positions of query rows", positions)?;
+        Ok(StatsTensors { backend, queries, keys, positions })
+    }
+
+    fn cut_of(&self, input: &StatsTensors<'_>, pass: Pass) -> Cut {
+        let types = [input.keys.element_type(), input.queries.element_type()];
+        self.cut(input.backend.kernels().facts(), types, pass)
+    }
+
+    /// Launches that measure rows, and their results.
+    fn measure_rows(&self, input: &StatsTensors<'_>, launches: &mut Vec<Launch>) -> Result<RowStatistics<Tensor>> {
+        let StatsTensors { backend, queries, keys, positions } = input;
+        let (head_rows, cut) = (self.head_rows(), self.cut_of(input, Pass::Rows));
+        let f32s = |elements| Tensor::zeroed(backend.stream(), elements, ElementType::F32);
+        let partials = f32s(cut.parts * head_rows * 2)?;
+        let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
+        let call = StatsCall { row_partials: partials.memory().address(), ..self.call(&cut, queries, keys, positions) };
+        let program = self.program(&["select/attention_row_stats.cu"], &cut, [queries, keys], &[]);
+        let kernel = self.kernel(&program, "attention_row_stats", &cut, Pass::Rows);
+        let memory = [queries.memory(), keys.memory(), positions, partials.memory()];
+        launches.push(Launch::new(backend, kernel, &call, &memory)?);
+        let sums = SumCall {
+            partials: partials.memory().address(),
+            row_max: max.memory().address(),
+            row_lse: lse.memory().address(),
+            ..self.sums(&cut)
+        };
+        let memory = [partials.memory(), max.memory(), lse.memory()];
+        launches.push(Launch::new(backend, self.sum_kernel(&SUMS, "sum_partials"), &sums, &memory)?);
+        Ok(RowStatistics { max, lse })
+    }
+
+    /// Launches that measure columns, and their results: sums, and counts where they are requested.
+    fn measure_columns(
+        &self,
+        input: &StatsTensors<'_>,
+        lse: &Tensor,
+        max: Option<&Tensor>,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(Tensor, Option<Words>)> {
+        let StatsTensors { backend, queries, keys, positions } = input;
+        let (shape, stream) = (&self.shape, backend.stream());
+        let (head_rows, cut) = (self.head_rows(), self.cut_of(input, Pass::Columns));
         let aggregation = self.request.columns.aggregation;
-        let column_sums = f32s(aggregation.rows(shape.query_heads(), shape.kv_heads()) * self.rows.tokens())?;
-        let mut call = call(&column_cut);
-        call.row_lse = row_lse.address();
+        let elements = aggregation.rows(shape.query_heads(), shape.kv_heads()) * self.rows.tokens();
+        let column_sums = Tensor::zeroed(stream, elements, ElementType::F32)?;
+        let mut call = self.call(&cut, queries, keys, positions);
+        call.row_lse = lse.address();
         call.column_sums = column_sums.memory().address();
-        let mut memory = vec![queries.memory(), keys.memory(), &positions, row_lse.memory(), column_sums.memory()];
-        let counted = match (self.log_threshold, &row_max) {
+        let mut memory = vec![queries.memory(), keys.memory(), positions, lse.memory(), column_sums.memory()];
+        let counted = match (self.log_threshold, max) {
             (Some(_), Some(max)) => {
-                let partials = Words::zeroed(stream, "counts of parts", column_cut.parts * head_rows)?;
+                let partials = Words::zeroed(stream, "counts of parts", cut.parts * head_rows)?;
                 Some((max, partials, Words::zeroed(stream, "counts of rows", head_rows)?))
             }
             _ => None,
         };
         if let Some((max, partials, _)) = &counted {
-            call.row_max = max.memory().address();
+            call.row_max = max.address();
             call.count_partials = partials.memory().address();
             memory.extend([max.memory(), partials.memory()]);
         }
@@ -246,20 +320,24 @@ impl AttentionStatsPlan {
             HeadAggregation::Max => 3,
         };
         let defines = [("AGGREGATION", aggregation), ("COUNTING", usize::from(counted.is_some()))];
-        let program = self.program(&["select/attention_column_stats.cu"], &column_cut, [queries, keys], &defines);
-        let kernel = self.kernel(&program, "attention_column_stats", &column_cut, Pass::Columns);
+        let program = self.program(&["select/attention_column_stats.cu"], &cut, [queries, keys], &defines);
+        let kernel = self.kernel(&program, "attention_column_stats", &cut, Pass::Columns);
         launches.push(Launch::new(backend, kernel, &call, &memory)?);
-        let counts = match counted {
-            None => None,
-            Some((_, partials, counts)) => {
-                let (partials_at, counts_at) = (partials.memory().address(), counts.memory().address());
-                let sums = SumCall { partials: partials_at, counts: counts_at, ..sums(&column_cut) };
-                let kernel = sum_kernel("sum_counts");
-                launches.push(Launch::new(backend, kernel, &sums, &[partials.memory(), counts.memory()])?);
-                Some(counts)
-            }
-        };
-        Ok(AttentionStats { launches: Launches::new(launches), row_max, row_lse, column_sums, counts })
+        let Some((_, partials, counts)) = counted else { return Ok((column_sums, None)) };
+        let (partials_at, counts_at) = (partials.memory().address(), counts.memory().address());
+        let sums = SumCall { partials: partials_at, counts: counts_at, ..self.sums(&cut) };
+        let memory = [partials.memory(), counts.memory()];
+        launches.push(Launch::new(backend, self.sum_kernel(&SUMS, "sum_counts"), &sums, &memory)?);
+        Ok((column_sums, Some(counts)))
+    }
+
+    fn sums(&self, cut: &Cut) -> SumCall {
+        SumCall { rows: self.head_rows() as u32, parts: cut.parts as u32, ..SumCall::default() }
+    }
+
+    fn sum_kernel<'a>(&self, program: &'a Program, name: &'static str) -> Kernel<'a> {
+        let grid = [self.head_rows().div_ceil(SUM_THREADS as usize), 1];
+        Kernel { program, name, grid, block: SUM_THREADS, shared: 0 }
     }
 
     fn cut(&self, facts: &DeviceFacts, types: [ElementType; 2], pass: Pass) -> Cut {
@@ -333,7 +411,6 @@ mod tests {
         let shape = AttentionShape::new(32, 8, 128).unwrap();
         let queries = AttentionShape::new(32, 32, 128).unwrap();
         let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: None };
-        let program = Program { sources: &SOURCES, files: SUM_PROGRAM, defines: Vec::new() };
         for (rows, tokens) in [(1, 1), (50, 32768), (32768, 32768), (4096, 1 << 20)] {
             let layouts = [RowLayout::token_major(rows, &queries), RowLayout::token_major(tokens, &shape)];
             let positions = QueryPositions::last(rows, tokens).unwrap();
@@ -347,7 +424,7 @@ mod tests {
                     assert!((cut.parts - 1) * cut.part_tiles * cut.tile.warp_rows() < tokens);
                     assert!(cut.parts == 1 || cut.parts * rows * 32 * 8 <= PARTIAL_BYTES);
                     assert_eq!((cut.staged % cut.tile.at_once(), cut.part_tiles % cut.tile.group_warps()), (0, 0));
-                    let kernel = plan.kernel(&program, "", &cut, pass);
+                    let kernel = plan.kernel(&SUMS, "", &cut, pass);
                     assert!(kernel.shared <= facts.shared_bytes, "{element_type:?} {capability:?}: {}", kernel.shared);
                 }
             }

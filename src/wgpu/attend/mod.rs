@@ -12,6 +12,7 @@ mod attend_values;
 mod code_bytes;
 mod group_ranges;
 mod merge_pair;
+mod merge_parts;
 mod merge_states;
 mod parts;
 mod prepare_query;
@@ -27,6 +28,7 @@ pub(super) use attend_run::full_runs;
 pub use attend_step::AttendStep;
 pub(super) use attend_step::StepOptions;
 pub use merge_pair::MergePairPlan;
+pub use merge_parts::MergePartsPlan;
 pub(super) use merge_states::LseOutput;
 pub(super) use scratch::Sizing;
 pub use scratch::{Scratch, ScratchBytes};
@@ -36,5 +38,5 @@ use super::device::Variant;
 
 /// Kernel variants that depend only on the head dimension.
 pub(super) fn variants() -> Vec<Variant> {
-    [merge_pair::variants(), uncentre_lse::variants()].concat()
+    [merge_pair::variants(), merge_parts::variants(), uncentre_lse::variants()].concat()
 }

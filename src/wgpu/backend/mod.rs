@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
-    QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, Storage, WriteInput,
+    QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -15,7 +15,7 @@ use crate::plan::{
     WriteLayout, WriteTable,
 };
 use crate::wgpu::attend::{
-    AttendStep, AttendTensors, MergePairPlan, Scratch, ScratchBytes, UncentreLsePlan, arithmetic,
+    AttendStep, AttendTensors, MergePairPlan, MergePartsPlan, Scratch, ScratchBytes, UncentreLsePlan, arithmetic,
 };
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::{
@@ -458,5 +458,18 @@ impl Attention for Wgpu {
         self.run("kvpack merge", &[launch].into_iter().collect())?;
         guard::settled(self.device()).await?;
         Ok(joined)
+    }
+
+    fn merge_parts(
+        &self,
+        shape: &AttentionShape,
+        parts: StateParts<'_, Tensor>,
+        output: &mut Tensor,
+        lse: Option<&mut Tensor>,
+    ) -> Result<()> {
+        parts.check(self, shape, output, lse.as_deref())?;
+        let plan = MergePartsPlan::new(*shape, parts.parts, parts.rows)?;
+        let launch = plan.bind(&self.kernels, parts.states, output, lse.as_deref())?;
+        self.run("kvpack merge_parts", &[launch].into_iter().collect())
     }
 }

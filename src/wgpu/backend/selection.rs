@@ -3,16 +3,25 @@
 use super::Wgpu;
 use crate::Result;
 use crate::backend::{
-    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, ScoredTokens, TensorRows, TokenSelection,
+    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, RowStatistics, ScoredTokens, TensorRows,
+    TokenSelection,
 };
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, TokenIndices};
-use crate::policy::{Merging, ScoreRequest, StatsRequest};
+use crate::policy::{ColumnRequest, HeadAggregation, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::wgpu::device::{Indices, Tensor};
 use crate::wgpu::select::{
     AttentionStatsPlan, ChunkSimilarityPlan, EvictedPlan, GatherPlan, MergePlan, ReorderChunksPlan, TokenScoresPlan,
     TopKPlan, Words,
 };
+
+impl Wgpu {
+    fn statistics(&self, input: &QueriesAndKeys<'_, Tensor>, request: StatsRequest) -> Result<AttentionStatsPlan> {
+        let layouts = [input.queries.layout, input.keys.layout];
+        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        Ok(plan.for_device(&self.capabilities))
+    }
+}
 
 impl TokenSelection for Wgpu {
     type Words = Words;
@@ -27,9 +36,7 @@ impl TokenSelection for Wgpu {
         request: StatsRequest,
         known_lse: Option<&Tensor>,
     ) -> Result<MeasuredAttention<Tensor, Words>> {
-        let layouts = [input.queries.layout, input.keys.layout];
-        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
-        let plan = plan.for_device(&self.capabilities);
+        let plan = self.statistics(&input, request)?;
         let bound = plan.bind(&self.kernels, input.queries.tensor, input.keys.tensor, known_lse)?;
         self.run("kvpack measure_attention", &bound.launches)?;
         Ok(MeasuredAttention {
@@ -38,6 +45,28 @@ impl TokenSelection for Wgpu {
             column_sums: bound.column_sums,
             counts: bound.counts,
         })
+    }
+
+    fn measure_rows(&self, input: QueriesAndKeys<'_, Tensor>) -> Result<RowStatistics<Tensor>> {
+        let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: None };
+        let request = StatsRequest { columns, rows: RowStatsSource::Measured };
+        let plan = self.statistics(&input, request)?;
+        let (launches, rows) = plan.bind_rows(&self.kernels, input.queries.tensor, input.keys.tensor)?;
+        self.run("kvpack measure_rows", &launches)?;
+        Ok(rows)
+    }
+
+    fn measure_columns(
+        &self,
+        input: QueriesAndKeys<'_, Tensor>,
+        columns: ColumnRequest,
+        rows: &RowStatistics<Tensor>,
+    ) -> Result<MeasuredAttention<Tensor, Words>> {
+        let plan = self.statistics(&input, StatsRequest { columns, rows: RowStatsSource::Known })?;
+        let bound = plan.bind_columns(&self.kernels, input.queries.tensor, input.keys.tensor, rows)?;
+        self.run("kvpack measure_columns", &bound.launches)?;
+        let (column_sums, counts) = (bound.column_sums, bound.counts);
+        Ok(MeasuredAttention { row_max: None, row_lse: None, column_sums, counts })
     }
 
     fn token_scores(

@@ -4,11 +4,12 @@ use super::stats_matrix::{self, MatrixCall, MatrixCut};
 use super::words::Words;
 use super::{aggregation_constant, check_index, check_reach, queries_file, upload_call};
 use crate::Result;
+use crate::backend::RowStatistics;
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
 use crate::wgpu::device::launch::{Launches, flat_grid};
-use crate::wgpu::device::{Capabilities, ElementBinding, Kernels, Tensor, Variant};
+use crate::wgpu::device::{Capabilities, ElementBinding, Kernels, Launch, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
 use crate::wgpu::planned::planned;
 use crate::wgpu::sources::SHADERS;
@@ -109,6 +110,38 @@ struct SumCall {
     parts: u32,
 }
 
+/// What both passes read.
+struct StatsTensors<'a> {
+    query_rows: ElementBinding<'a>,
+    key_rows: ElementBinding<'a>,
+    /// Of queries and keys.
+    types: [ElementType; 2],
+    cut: Option<MatrixCut>,
+    call: wgpu::Buffer,
+    sum_call: wgpu::Buffer,
+    prepared: Option<(Tensor, Tensor)>,
+    parts: usize,
+    grid: [u32; 3],
+}
+
+impl StatsTensors<'_> {
+    /// The buffers that both measuring kernels read.
+    fn buffers(&self) -> Vec<(&'static str, wgpu::BufferBinding<'_>)> {
+        let call = ("call", self.call.as_entire_buffer_binding());
+        match &self.prepared {
+            Some((rows, units)) => {
+                vec![
+                    call,
+                    ("keys", self.key_rows.buffer.clone()),
+                    ("prepared", rows.binding()),
+                    ("units", units.binding()),
+                ]
+            }
+            None => vec![call, ("rows", self.key_rows.buffer.clone()), ("queries", self.query_rows.buffer.clone())],
+        }
+    }
+}
+
 impl AttentionStatsPlan {
     /// Plans statistics of query rows, `[rows, query_heads, head_dim]`, against keys, `[tokens, kv_heads, head_dim]`.
     /// `layouts` are their layouts, in this order.
@@ -207,92 +240,170 @@ impl AttentionStatsPlan {
         keys: &Tensor,
         known_lse: Option<&Tensor>,
     ) -> Result<AttentionStats> {
+        let mut launches = Vec::new();
+        let input = self.input(kernels, [queries, keys], &mut launches)?;
+        let (row_max, row_lse) = match (self.request.rows, known_lse) {
+            (RowStatsSource::KnownLse, Some(lse)) => {
+                self.check_rows(kernels, "log-sum-exps of rows", lse)?;
+                (None, lse.clone())
+            }
+            (RowStatsSource::Measured, None) => {
+                let rows = self.measure_rows(kernels, &input, &mut launches)?;
+                (Some(rows.max), rows.lse)
+            }
+            (source, _) => return Err(source.mismatch()),
+        };
+        let rows = (&row_lse, row_max.as_ref());
+        let (column_sums, counts) = self.measure_columns(kernels, &input, rows, &mut launches)?;
+        Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
+    }
+
+    /// The statistics of rows alone.
+    ///
+    /// # Errors
+    /// As [`AttentionStatsPlan::bind`].
+    pub fn bind_rows(
+        &self,
+        kernels: &Kernels,
+        queries: &Tensor,
+        keys: &Tensor,
+    ) -> Result<(Launches, RowStatistics<Tensor>)> {
+        let mut launches = Vec::new();
+        let input = self.input(kernels, [queries, keys], &mut launches)?;
+        let rows = self.measure_rows(kernels, &input, &mut launches)?;
+        Ok((launches.into_iter().collect(), rows))
+    }
+
+    /// The statistics of columns, with those of rows that the caller knows.
+    ///
+    /// # Errors
+    /// As [`AttentionStatsPlan::bind`].
+    pub fn bind_columns(
+        &self,
+        kernels: &Kernels,
+        queries: &Tensor,
+        keys: &Tensor,
+        rows: &RowStatistics<Tensor>,
+    ) -> Result<AttentionStats> {
+        let mut launches = Vec::new();
+        let input = self.input(kernels, [queries, keys], &mut launches)?;
+        self.check_rows(kernels, "log-sum-exps of rows", &rows.lse)?;
+        self.check_rows(kernels, "maxima of rows", &rows.max)?;
+        let of_rows = (&rows.lse, Some(&rows.max));
+        let (column_sums, counts) = self.measure_columns(kernels, &input, of_rows, &mut launches)?;
+        let (row_max, row_lse) = (Some(rows.max.clone()), rows.lse.clone());
+        Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
+    }
+
+    /// Rows of all query heads.
+    fn head_rows(&self) -> usize {
+        self.shape.query_heads() * self.rows.len()
+    }
+
+    fn check_rows(&self, kernels: &Kernels, what: &'static str, rows: &Tensor) -> Result<()> {
+        super::check_output(what, rows, self.head_rows(), ElementType::F32, &kernels.device().limits())
+    }
+
+    /// What both passes read: the call and the tensors. Adds the launch that prepares query rows for matrices.
+    fn input<'a>(
+        &self,
+        kernels: &Kernels,
+        [queries, keys]: [&'a Tensor; 2],
+        launches: &mut Vec<Launch>,
+    ) -> Result<StatsTensors<'a>> {
         let (shape, device) = (&self.shape, kernels.device());
         let limits = device.limits();
         let query_shape = AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())?;
         self.queries.check("query rows", queries.elements(), &query_shape)?;
         self.keys.check("keys", keys.elements(), shape)?;
         let (query_rows, key_rows) = (queries.element_binding(&limits)?, keys.element_binding(&limits)?);
-        let (query_type, key_type) = (queries.element_type(), keys.element_type());
-        let cut = self.uses_matrices(key_type).filter(|_| stats_matrix::begins_at_vector(&key_rows));
+        let types = [queries.element_type(), keys.element_type()];
+        let cut = self.uses_matrices(types[1]).filter(|_| stats_matrix::begins_at_vector(&key_rows));
         let call = match &cut {
             Some(cut) => upload_call(device, &self.matrix_call(cut, &key_rows, &query_rows), self.rows.positions())?,
             None => upload_call(device, &self.call(&key_rows, &query_rows), self.rows.positions())?,
         };
-        let head_rows = shape.query_heads() * self.rows.len();
         let (parts, grid) = match &cut {
             Some(cut) => (cut.parts, cut.grid()),
             None => (self.parts, [self.parts as u32, shape.kv_heads() as u32, 1]),
         };
-        let sum_grid = flat_grid(head_rows as u64, &limits)?;
-        let sum_call = upload_call(device, &SumCall { rows: head_rows as u32, parts: parts as u32 }, &[])?;
+        let sum_call = SumCall { rows: self.head_rows() as u32, parts: parts as u32 };
+        let sum_call = upload_call(device, &sum_call, &[])?;
+        let prepared = cut.map(|cut| cut.prepared(device, types[0])).transpose()?;
+        let input = StatsTensors { query_rows, key_rows, types, cut, call, sum_call, prepared, parts, grid };
+        if let (Some(cut), Some((rows, units))) = (&input.cut, &input.prepared) {
+            let buffers = [
+                ("call", input.call.as_entire_buffer_binding()),
+                ("queries", input.query_rows.buffer.clone()),
+                ("prepared", rows.binding()),
+                ("units", units.binding()),
+            ];
+            launches.push(planned(kernels, &cut.prepare_variant(types[0]), &buffers, cut.prepare_grid())?);
+        }
+        Ok(input)
+    }
+
+    /// Adds the launches that measure rows, and returns their results.
+    fn measure_rows(
+        &self,
+        kernels: &Kernels,
+        input: &StatsTensors<'_>,
+        launches: &mut Vec<Launch>,
+    ) -> Result<RowStatistics<Tensor>> {
+        let (device, head_rows) = (kernels.device(), self.head_rows());
         let f32s = |elements| Tensor::zeroed(device, elements, ElementType::F32);
-        let mut launches = Vec::new();
-        let prepared = cut.map(|cut| cut.prepared(device, query_type)).transpose()?;
-        let call_binding = ("call", call.as_entire_buffer_binding());
-        let inputs = match (&cut, &prepared) {
-            (Some(cut), Some((rows, units))) => {
-                let made = [("prepared", rows.binding()), ("units", units.binding())];
-                let read = [call_binding.clone(), ("queries", query_rows.buffer.clone())];
-                let buffers = [read.as_slice(), &made].concat();
-                launches.push(planned(kernels, &cut.prepare_variant(query_type), &buffers, cut.prepare_grid())?);
-                [[call_binding, ("keys", key_rows.buffer.clone())], made].concat()
-            }
-            _ => vec![call_binding, ("rows", key_rows.buffer.clone()), ("queries", query_rows.buffer.clone())],
-        };
+        let partials = f32s(input.parts * head_rows * 2)?;
+        let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
+        let [queries, keys] = input.types;
+        let variant = self.row_variant(input.cut.as_ref(), queries, keys);
+        let buffers = [input.buffers().as_slice(), &[("partials", partials.binding())]].concat();
+        launches.push(planned(kernels, &variant, &buffers, input.grid)?);
+        let buffers = [
+            ("call", input.sum_call.as_entire_buffer_binding()),
+            ("partials", partials.binding()),
+            ("row_max", max.binding()),
+            ("row_lse", lse.binding()),
+        ];
+        let grid = flat_grid(head_rows as u64, &device.limits())?;
+        launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_partials"), &buffers, grid)?);
+        Ok(RowStatistics { max, lse })
+    }
 
-        let (row_max, row_lse) = match (self.request.rows, known_lse) {
-            (RowStatsSource::KnownLse, Some(lse)) => {
-                super::check_output("log-sum-exps of rows", lse, head_rows, ElementType::F32, &limits)?;
-                (None, lse.clone())
-            }
-            (RowStatsSource::Measured, None) => {
-                let partials = f32s(parts * head_rows * 2)?;
-                let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
-                let variant = self.row_variant(cut.as_ref(), query_type, key_type);
-                let buffers = [inputs.as_slice(), &[("partials", partials.binding())]].concat();
-                launches.push(planned(kernels, &variant, &buffers, grid)?);
-                let buffers = [
-                    ("call", sum_call.as_entire_buffer_binding()),
-                    ("partials", partials.binding()),
-                    ("row_max", max.binding()),
-                    ("row_lse", lse.binding()),
-                ];
-                launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_partials"), &buffers, sum_grid)?);
-                (Some(max), lse)
-            }
-            (source, _) => return Err(source.mismatch()),
-        };
-
-        let aggregation = self.request.columns.aggregation;
-        let column_sums = f32s(aggregation.rows(shape.query_heads(), shape.kv_heads()) * self.rows.tokens())?;
-        let counted = match (self.log_threshold, &row_max) {
+    /// Adds the launches that measure columns, and returns their results: sums, and counts where they are requested.
+    fn measure_columns(
+        &self,
+        kernels: &Kernels,
+        input: &StatsTensors<'_>,
+        (lse, max): (&Tensor, Option<&Tensor>),
+        launches: &mut Vec<Launch>,
+    ) -> Result<(Tensor, Option<Words>)> {
+        let (shape, device, head_rows) = (&self.shape, kernels.device(), self.head_rows());
+        let rows = self.request.columns.aggregation.rows(shape.query_heads(), shape.kv_heads());
+        let column_sums = Tensor::zeroed(device, rows * self.rows.tokens(), ElementType::F32)?;
+        let counted = match (self.log_threshold, max) {
             (Some(_), Some(max)) => {
-                let partials = Words::zeroed(device, "counts of parts", parts * head_rows)?;
+                let partials = Words::zeroed(device, "counts of parts", input.parts * head_rows)?;
                 Some((max, partials, Words::zeroed(device, "counts of rows", head_rows)?))
             }
             _ => None,
         };
-        let mut buffers = inputs.to_vec();
-        buffers.extend([("row_lse", row_lse.binding()), ("column_sums", column_sums.binding())]);
+        let mut buffers = input.buffers();
+        buffers.extend([("row_lse", lse.binding()), ("column_sums", column_sums.binding())]);
         if let Some((max, partials, _)) = &counted {
             buffers.extend([("row_max", max.binding()), ("count_partials", partials.binding())]);
         }
-        let variant = self.column_variant(cut.as_ref(), query_type, key_type);
-        launches.push(planned(kernels, &variant, &buffers, grid)?);
-        let counts = match counted {
-            None => None,
-            Some((_, partials, counts)) => {
-                let buffers = [
-                    ("call", sum_call.as_entire_buffer_binding()),
-                    ("partials", partials.binding()),
-                    ("counts", counts.binding()),
-                ];
-                launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_counts"), &buffers, sum_grid)?);
-                Some(counts)
-            }
-        };
-        Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
+        let [queries, keys] = input.types;
+        let variant = self.column_variant(input.cut.as_ref(), queries, keys);
+        launches.push(planned(kernels, &variant, &buffers, input.grid)?);
+        let Some((_, partials, counts)) = counted else { return Ok((column_sums, None)) };
+        let buffers = [
+            ("call", input.sum_call.as_entire_buffer_binding()),
+            ("partials", partials.binding()),
+            ("counts", counts.binding()),
+        ];
+        let grid = flat_grid(head_rows as u64, &device.limits())?;
+        launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_counts"), &buffers, grid)?);
+        Ok((column_sums, Some(counts)))
     }
 
     /// The cut with which cooperative matrices read keys of this type, if they can.

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use kvpack::cache::{ModelCache, TokenRun};
+use kvpack::backend::TensorRows;
+use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor, nmse};
 use kvpack::plan::{ElementType, RowLayout};
+use kvpack::policy::{Merging, Policy, Spans};
 use kvpack::ranks::{ContextParallel, Placement, Reduction, ThreadTransport, Transport};
-use kvpack::{Error, Result};
+use kvpack::{AttentionShape, Error, Result};
 use pollster::block_on;
 
 use super::script::{SEQUENCES, shape};
@@ -274,5 +276,121 @@ fn ranks_agree_on_what_all_have() {
             assert_eq!((rejoined.truncated, rejoined.lost), (vec![0], Vec::new()));
             assert_eq!((length, other), (if is_new { 0 } else { 200 }, 0));
         }
+    }
+}
+
+/// What is done to sequence 1 in the test of policies: a prompt of which a part stays, tokens, and a compression.
+const PROMPT: usize = 300;
+
+/// The layers, queries and policy of the test of policies.
+struct Compressed {
+    policy: Policy,
+    dense: DenseLayer<CpuTensor>,
+    queries: CpuTensor,
+}
+
+impl Compressed {
+    fn new() -> Self {
+        let mut random = Random::new(6);
+        let policy = Policy { merging: Some(Merging::Pivotal), ..Policy::snapkv(0.5).unwrap() };
+        let [keys, values] = [2, 2].map(|heads| rows(&mut random, PROMPT, heads));
+        let dense = DenseLayer { rows: RowLayout::token_major(PROMPT, &shape()), keys, values };
+        Self { policy, dense, queries: rows(&mut random, 32, 4) }
+    }
+
+    fn queries(&self) -> MeasuredQueries<'_, CpuTensor> {
+        let layout = RowLayout::token_major(32, &AttentionShape::new(4, 4, 64).unwrap());
+        MeasuredQueries { queries: TensorRows { tensor: &self.queries, layout }, known_lse: None }
+    }
+
+    /// What ranks do; the same in one cache is [`Compressed::in_one_cache`].
+    fn on_rank(&self, rank: &mut Rank) -> Result<()> {
+        let mut prompt = rank.observe(self.policy.clone(), Spans::new(PROMPT, &[])?)?;
+        block_on(rank.observe_layer(&mut prompt, 0, self.dense.clone(), Some(self.queries())))?;
+        block_on(rank.compress(0, &prompt))?;
+        step(rank, 40, &mut Random::new(2))?;
+        let spans = Spans::new(PROMPT + 40, &[])?;
+        block_on(rank.compress_again(0, &self.policy, &spans, &[self.queries()])).map(drop)
+    }
+
+    /// What one cache holds after each of the acts, and returns for the step that follows.
+    fn in_one_cache(&self) -> Vec<((usize, usize), Vec<f64>)> {
+        let after = |acts: usize| {
+            let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), recipe("f16"))], 1).unwrap();
+            let append = |cache: &mut ModelCache<Cpu>, tokens: usize, seed: u64| {
+                let (runs, mut random) = ([TokenRun::chunk(0, tokens)], Random::new(seed));
+                let [keys, values, queries] = [2, 2, 4].map(|heads| rows(&mut random, tokens, heads));
+                block_on(cache.reserve_for_append(&runs)).unwrap();
+                cache.begin_append(&runs).unwrap();
+                block_on(cache.store(0, RowLayout::token_major(tokens, &shape()), &keys, &values)).unwrap();
+                let output = block_on(cache.attend(0, &queries, ElementType::F32)).unwrap().to_f32();
+                cache.commit().unwrap();
+                output
+            };
+            if acts > 0 {
+                let mut prompt = cache.observe(self.policy.clone(), Spans::new(PROMPT, &[]).unwrap()).unwrap();
+                prompt.observe(0, self.dense.clone(), Some(self.queries())).unwrap();
+                block_on(cache.compress(0, &prompt)).unwrap();
+            }
+            if acts > 1 {
+                append(&mut cache, 40, 2);
+            }
+            if acts > 2 {
+                let spans = Spans::new(PROMPT + 40, &[]).unwrap();
+                block_on(cache.compress_again(0, &self.policy, &spans, &[self.queries()])).unwrap();
+            }
+            let held = (cache.length(0).unwrap(), cache.tokens(0, 0).unwrap());
+            (held, append(&mut cache, 70, 9).into_iter().map(f64::from).collect())
+        };
+        (0..4).map(after).collect()
+    }
+}
+
+/// The same for policies: whatever call fails, all ranks hold what one cache held after some act, or nothing.
+#[test]
+fn a_rank_that_dies_while_a_policy_decides_parts_no_ranks() {
+    let compressed = Compressed::new();
+    let expected = compressed.in_one_cache();
+    let attempt = |fault: Option<(usize, Fault)>, faulty: usize| {
+        let connect = || ThreadTransport::connect(vec![Cpu::new(); RANKS], LONG).unwrap();
+        let both: Vec<_> = connect().into_iter().zip(connect()).collect();
+        std::thread::scope(|scope| {
+            let of_rank = |(number, (first, second))| {
+                let (compressed, fault) = (&compressed, fault.filter(|_| number == faulty));
+                scope.spawn(move || {
+                    let layers = [(shape(), recipe("f16"))];
+                    let placement = Placement::new(RANKS).unwrap();
+                    let transport = Faulty::new(first, fault);
+                    let mut rank = block_on(Rank::new(transport, &layers, SEQUENCES, placement)).ok()?;
+                    let done = compressed.on_rank(&mut rank);
+                    let calls = rank.transport_mut().calls;
+                    let rejoined = block_on(rank.rejoin(Faulty::new(second, None))).unwrap();
+                    let held = (rank.cache().length(0).unwrap(), rank.cache().tokens(0, 0).unwrap());
+                    let after = step(&mut rank, 70, &mut Random::new(9)).unwrap();
+                    Some((done, calls, rejoined, held, after))
+                })
+            };
+            let threads: Vec<_> = both.into_iter().enumerate().map(of_rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Option<Vec<_>>>()
+        })
+    };
+    let whole = attempt(None, 0).unwrap();
+    assert!(whole.iter().all(|(done, ..)| done.is_ok()));
+    let calls = whole[0].1;
+    assert!(calls > 15, "{calls} exchanges");
+    for at in 1..=calls {
+        let fault = (at < calls).then_some((at, Fault::Dies));
+        let outcomes = attempt(fault, at % RANKS).unwrap();
+        let length = outcomes[0].3.0;
+        let stored: usize = outcomes.iter().map(|(.., held, _)| held.1).sum();
+        for (done, _, rejoined, held, after) in &outcomes {
+            let named = matches!(done, Err(Error::Transport { .. }));
+            assert!(named || done.is_ok(), "exchange {at}: {done:?}");
+            assert!(*rejoined == outcomes[0].2 && held.0 == length && *after == outcomes[0].4, "exchange {at}");
+        }
+        let same = expected.iter().find(|(held, _)| *held == (length, stored));
+        let (_, exact) = same.unwrap_or_else(|| panic!("exchange {at}: {stored} tokens of {length}"));
+        let error = nmse(&outcomes[0].4, exact);
+        assert!(error <= 1e-6, "exchange {at}: {error:.1e} after {stored} tokens of {length}");
     }
 }

@@ -1,5 +1,6 @@
 //! Sequences that ranks share: threads with CPU backends, against one cache.
 
+mod compress_again;
 mod evictions;
 mod failures;
 mod refused;

@@ -8,7 +8,7 @@ use kvpack::ranks::{ContextParallel, HeadParallel, Placement, ThreadTransport};
 use kvpack::{AttentionShape, Bits, Calibration, Error};
 use pollster::block_on;
 
-use super::script::{self, shape};
+use super::script::shape;
 use super::{LONG, on_ranks};
 use crate::any_backend::model_steps::recipe;
 
@@ -101,12 +101,6 @@ fn ranks_of_other_placements_do_not_begin() {
     });
     assert!(matches!(&refused[0], Err(Error::Plan { reason, .. }) if reason.contains("[1]")), "{refused:?}");
     assert!(matches!(&refused[1], Err(Error::Plan { what: "cache", .. })), "{refused:?}");
-
-    let merging = on_ranks(1, LONG, |transport| {
-        let rank = script::rank(transport, &layers, Placement::new(1).unwrap());
-        rank.observe(Policy::lookm(0.3).unwrap(), Spans::new(10, &[]).unwrap()).map(drop)
-    });
-    assert!(matches!(&merging[0], Err(Error::Unsupported { what, .. }) if what.contains("merging")), "{merging:?}");
 }
 
 /// KV heads by rank: the outputs of all ranks together are those of the layer.
