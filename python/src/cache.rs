@@ -29,6 +29,9 @@ pub struct State<B: Host> {
     steps: u64,
 }
 
+/// Keys, values and measured queries of a layer of a prompt.
+pub type PromptLayer<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
+
 /// What a step does.
 pub enum StepRuns {
     Append(Vec<TokenRun>),
@@ -76,7 +79,7 @@ impl<B: Host> Shared<B> {
 
     /// Keys or values `[tokens, kv_heads, head_dim]`.
     fn rows(&self, what: &str, tensor: &Bound<'_, PyAny>) -> PyResult<(B::Tensor, usize)> {
-        let view = View::of(what, tensor, self.host.stream())?;
+        let view = View::of(what, tensor, self.host.stream_handle())?;
         view.check_place(what, self.host.place())?;
         let rest = [self.shape.kv_heads(), self.shape.head_dim()];
         let tokens = view.check_shape(what, "[tokens, kv_heads, head_dim]", &rest)?;
@@ -94,7 +97,7 @@ impl<B: Host> Shared<B> {
 
     /// Queries `[rows, query_heads, head_dim]`.
     fn queries(&self, tensor: &Bound<'_, PyAny>) -> PyResult<(B::Tensor, View)> {
-        let view = View::of("queries", tensor, self.host.stream())?;
+        let view = View::of("queries", tensor, self.host.stream_handle())?;
         view.check_place("queries", self.host.place())?;
         view.check_shape("queries", "[rows, query_heads, head_dim]", &self.query_row())?;
         Ok((self.host.take("queries", &view)?, view))
@@ -104,13 +107,7 @@ impl<B: Host> Shared<B> {
         [self.shape.query_heads(), self.shape.head_dim()]
     }
 
-    pub fn store(
-        &self,
-        step: u64,
-        layer: usize,
-        keys: &Bound<'_, PyAny>,
-        values: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
+    pub fn store(&self, step: u64, layer: usize, keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
         let (k, v, rows) = self.pair(keys, values)?;
         self.call(keys.py(), |state| {
             state.check_step(step)?;
@@ -128,7 +125,7 @@ impl<B: Host> Shared<B> {
         let py = queries.py();
         let (q, view) = self.queries(queries)?;
         let out = out.map_or_else(|| new_like(queries, &view.shape, view.element), Ok)?;
-        let to = View::of("out", &out, self.host.stream())?;
+        let to = View::of("out", &out, self.host.stream_handle())?;
         to.check_place("out", self.host.place())?;
         to.check_output("out")?;
         if to.shape != view.shape {
@@ -167,7 +164,7 @@ impl<B: Host> Shared<B> {
         tensor: &B::Tensor,
     ) -> PyResult<Bound<'py, PyAny>> {
         let new = new_like(like, shape, ElementType::F32)?;
-        self.host.copy(tensor, &View::of("result", &new, self.host.stream())?)?;
+        self.host.copy(tensor, &View::of("result", &new, self.host.stream_handle())?)?;
         Ok(new)
     }
 
@@ -221,7 +218,7 @@ impl<B: Host> Shared<B> {
         &self,
         py: Python<'_>,
         sequence: usize,
-        layers: &[(Bound<'_, PyAny>, Bound<'_, PyAny>, Option<Bound<'_, PyAny>>)],
+        layers: &[PromptLayer<'_>],
         recipe: &ModelRecipe,
         spans: Spans,
     ) -> PyResult<Vec<Vec<Vec<u32>>>> {
@@ -233,7 +230,10 @@ impl<B: Host> Shared<B> {
         let shape = self.shape;
         self.call(py, |state| {
             let Some(policy) = recipe.policy() else {
-                return refuse("compress", format!("recipe '{recipe}' evicts nothing; name a policy, as in 'h2o:0.2/f16'"));
+                return refuse(
+                    "compress",
+                    format!("recipe '{recipe}' evicts nothing; name a policy, as in 'h2o:0.2/f16'"),
+                );
             };
             let mut prompt = state.cache.observe(policy.clone(), spans)?;
             let heads = AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())?;
@@ -294,6 +294,7 @@ fn kept(selection: &Selection) -> Vec<Vec<Vec<u32>>> {
 
 /// Text and images of a prompt.
 pub fn spans_of(tokens: usize, images: &[(usize, usize)]) -> Result<Spans> {
-    let images: Vec<TokenRange> = images.iter().map(|&(start, end)| TokenRange::new(start, end)).collect::<Result<_>>()?;
+    let images: Vec<TokenRange> =
+        images.iter().map(|&(start, end)| TokenRange::new(start, end)).collect::<Result<_>>()?;
     Spans::new(tokens, &images)
 }

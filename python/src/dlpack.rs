@@ -80,8 +80,8 @@ pub fn view(what: &str, tensor: &Bound<'_, PyAny>, stream: Option<u64>) -> PyRes
     let dimensions = usize::try_from(found.dimensions).unwrap_or(0);
     let list = |numbers: *const i64| {
         // SAFETY: DLPack's shape and strides have one number for every dimension.
-        let numbers = (dimensions > 0 && !numbers.is_null())
-            .then(|| unsafe { std::slice::from_raw_parts(numbers, dimensions) });
+        let numbers =
+            (dimensions > 0 && !numbers.is_null()).then(|| unsafe { std::slice::from_raw_parts(numbers, dimensions) });
         numbers.unwrap_or_default().to_vec()
     };
     let shape: Vec<usize> = list(found.shape).into_iter().map(|n| usize::try_from(n).unwrap_or(0)).collect();

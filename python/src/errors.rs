@@ -6,7 +6,12 @@ use pyo3::exceptions::PyException;
 
 create_exception!(kvpack, Error, PyException, "An error of kvpack. Its text says what was given and what is allowed.");
 create_exception!(kvpack, NoRoom, Error, "The budget or the device has too little room. The cache is as it was.");
-create_exception!(kvpack, TensorError, Error, "A tensor has another device, type, shape or layout than the call needs.");
+create_exception!(
+    kvpack,
+    TensorError,
+    Error,
+    "A tensor has another device, type, shape or layout than the call needs."
+);
 
 /// The exception for an error of the library.
 pub fn raised(error: kvpack::Error) -> PyErr {

@@ -21,7 +21,7 @@ pub trait Host:
     fn place(&self) -> Place;
 
     /// The stream that producers of tensors have to order their work before; none on the host.
-    fn stream(&self) -> Option<u64>;
+    fn stream_handle(&self) -> Option<u64>;
 
     /// A tensor of the caller with its elements one after the other.
     fn take(&self, what: &str, view: &View) -> PyResult<Self::Tensor>;
@@ -41,7 +41,7 @@ impl Host for Cpu {
         Place::Cpu
     }
 
-    fn stream(&self) -> Option<u64> {
+    fn stream_handle(&self) -> Option<u64> {
         None
     }
 

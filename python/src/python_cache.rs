@@ -7,7 +7,7 @@ use kvpack::{AttentionShape, Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::cache::{HeldSpan, Shared, StepRuns, spans_of};
+use crate::cache::{HeldSpan, PromptLayer, Shared, StepRuns, spans_of};
 use crate::errors::raised;
 use crate::host::Host;
 use crate::new_array;
@@ -119,7 +119,8 @@ impl LayersAttend {
         match lists.into_iter().find(|(_, given)| given.is_some_and(|given| given != layers)) {
             None => Ok(()),
             Some((what, given)) => {
-                let reason = format!("{} for {layers} layers; give one for each, None where there is none", given.unwrap_or(0));
+                let reason =
+                    format!("{} for {layers} layers; give one for each, None where there is none", given.unwrap_or(0));
                 Err(Error::Plan { what, reason })
             }
         }
@@ -145,7 +146,8 @@ impl LayersAttend {
             None => Ok(attention),
             Some(window) if window > 1 => Ok(attention.with_window(window - 1)),
             Some(window) => {
-                let reason = format!("{window} positions; a query sees itself and at least one before it, so 2 or more");
+                let reason =
+                    format!("{window} positions; a query sees itself and at least one before it, so 2 or more");
                 Err(Error::Plan { what: "window", reason })
             }
         }
@@ -252,7 +254,7 @@ impl Cache {
         &self,
         py: Python<'_>,
         sequence: usize,
-        layers: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>, Option<Bound<'_, PyAny>>)>,
+        layers: Vec<PromptLayer<'_>>,
         images: Vec<(usize, usize)>,
     ) -> PyResult<Vec<Vec<Vec<u32>>>> {
         let tokens = layers.first().map_or(Ok(0), |(keys, ..)| keys.len())?;
@@ -307,8 +309,7 @@ impl Cache {
         self.recipe.to_string()
     }
 
-    /// Tokens whose elements were NaN, infinite or too large and were stored as zeros: ``(layer, "keys" or "values",
-    /// text)`` is the description of each.
+    /// A description of each token that had elements which were NaN, infinite or too large: zeros were stored.
     fn non_finite(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         on_backend!(&self.held, shared => shared.call(py, |state| {
             let flagged = pollster::block_on(state.cache.non_finite())?;
@@ -442,7 +443,9 @@ fn kinds(
         return Err(Error::Recipe { given: recipe.to_string(), reason });
     }
     attend.check(layers)?;
-    (0..layers).map(|layer| Ok((*shape, recipe.layer(layer, shape).with_attention(attend.layer(layer, shape)?)))).collect()
+    (0..layers)
+        .map(|layer| Ok((*shape, recipe.layer(layer, shape).with_attention(attend.layer(layer, shape)?))))
+        .collect()
 }
 
 fn open(
@@ -473,7 +476,8 @@ fn open(
         #[cfg(not(feature = "cuda"))]
         ("cuda", _) => {
             let _ = stream;
-            let hint = "this wheel was built without the feature cuda; build it with --features cuda, or use 'cpu'".into();
+            let hint =
+                "this wheel was built without the feature cuda; build it with --features cuda, or use 'cpu'".into();
             Err(Error::Unsupported { what: format!("device '{device}'"), hint })
         }
         _ => Err(Error::Unsupported { what: format!("device '{device}'"), hint: "use 'cpu' or 'cuda:0'".into() }),

@@ -55,7 +55,8 @@ impl View {
         let (address, read_only): (usize, bool) = interface.get_item("data")?.extract()?;
         let shape: Vec<usize> = interface.get_item("shape")?.extract()?;
         let kind: String = interface.get_item("typestr")?.extract()?;
-        let named: String = array.getattr("dtype").and_then(|dtype| dtype.getattr("name")?.extract()).unwrap_or_default();
+        let named: String =
+            array.getattr("dtype").and_then(|dtype| dtype.getattr("name")?.extract()).unwrap_or_default();
         let element = match (kind.as_str(), named.as_str()) {
             ("<f4", _) => ElementType::F32,
             ("<f2", _) => ElementType::F16,
@@ -200,7 +201,10 @@ pub fn contiguous(shape: &[usize]) -> Vec<isize> {
 fn in_elements(what: &str, bytes: &[isize], element: ElementType) -> PyResult<Vec<isize>> {
     let size = element.bytes() as isize;
     if bytes.iter().any(|stride| stride % size != 0) {
-        return Err(wrong_tensor(what, format!("its strides {bytes:?} are no multiples of {size}, the bytes of an element")));
+        return Err(wrong_tensor(
+            what,
+            format!("its strides {bytes:?} are no multiples of {size}, the bytes of an element"),
+        ));
     }
     Ok(bytes.iter().map(|stride| stride / size).collect())
 }
@@ -210,7 +214,7 @@ pub fn wrong_type(what: &str, given: &str) -> PyErr {
     wrong_tensor(what, format!("its elements are {given}; use float32, float16 or bfloat16"))
 }
 
-/// A new contiguous tensor of the library that `like` is of, on its device. `f32` if states are wanted.
+/// A new contiguous tensor of the library that `like` is of, on its device.
 pub fn new_like<'py>(like: &Bound<'py, PyAny>, shape: &[usize], element: ElementType) -> PyResult<Bound<'py, PyAny>> {
     let py = like.py();
     let name = match element {

@@ -210,7 +210,7 @@ def test_elements_that_are_not_finite_are_flagged():
     (dict(query_heads=3), "query heads"),
     (dict(layers=0), "at least one layer"),
     (dict(layers=10**15), "layers"),
-    (dict(sequences=0), "sequences"),
+    (dict(sequences=0), "at least one sequence"),
     (dict(sequences=10**15), "sequences"),
     (dict(windows=[3]), "for 2 layers"),
     (dict(windows=[None, 1]), "2 or more"),
