@@ -45,7 +45,8 @@ wheel() { # profile
 tests() { # environment, pytest's arguments...
     local python="$target/$1/bin/python" log="$target/$1.log" status=0
     shift
-    "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps "$target"/wheels/kvpack-*.whl
+    "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps \
+        "$target"/wheels/kvpack-*.whl
     # From the folder of the tests, so that the installed module is imported and not the folder `kvpack`.
     (cd python/tests && "$python" -m pytest -q -rs -p no:cacheprovider "$@") 2>&1 | tee "$log" || status=$?
     local count

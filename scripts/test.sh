@@ -375,8 +375,8 @@ by_cargo() {
 }
 
 # The longest first, so that all end together.
-three_at_a_time by_cargo host_burn python_wheel conformance_elsewhere gpu_tests_elsewhere gpu_tests other_programs gpu_conformance \
-    cpu_conformance safe_checks floor strict_webgpu example
+three_at_a_time by_cargo host_burn python_wheel conformance_elsewhere gpu_tests_elsewhere gpu_tests other_programs \
+    gpu_conformance cpu_conformance safe_checks floor strict_webgpu example
 stage validation-messages no_validation_messages
 
 summary

@@ -76,7 +76,8 @@ def test_what_functions_refuse():
 
 def test_recipes():
     assert "f16" in kvpack.recipes() and len(kvpack.recipes()) > 5
-    assert str(kvpack.Recipe("turboquant-renormalized:4+centre+sink=128")) == "turboquant-renormalized:4+centre+sink=128"
+    text = "turboquant-renormalized:4+centre+sink=128"
+    assert str(kvpack.Recipe(text)) == text
     assert kvpack.Recipe("h2o:0.2/saw-int4").evicts and not kvpack.Recipe("kivi:2").evicts
     with pytest.raises(kvpack.Error, match="did you mean kivi"):
         kvpack.Recipe("kivy:2")
