@@ -339,6 +339,15 @@ host_burn() {
     fi
 }
 
+# The wheel for Python, in a workspace of its own: a debug build of the CPU backend, tested with NumPy.
+python_wheel() {
+    if scripts/python.sh tools >"$logs/python-tools.log" 2>&1 </dev/null; then
+        stage python scripts/python.sh
+    else
+        not_run python "Python 3.10 or its packages cannot be had here, see target/test-logs/python-tools.log"
+    fi
+}
+
 web() {
     if ! scripts/test-web.sh tools >"$logs/web-tools.log" 2>&1 </dev/null; then
         not_run web "Node.js, Chromium or npm packages cannot be installed here, see target/test-logs/web-tools.log"
@@ -366,8 +375,8 @@ by_cargo() {
 }
 
 # The longest first, so that all end together.
-three_at_a_time by_cargo host_burn conformance_elsewhere gpu_tests_elsewhere gpu_tests other_programs gpu_conformance \
-    cpu_conformance safe_checks floor strict_webgpu example
+three_at_a_time by_cargo host_burn python_wheel conformance_elsewhere gpu_tests_elsewhere gpu_tests other_programs \
+    gpu_conformance cpu_conformance safe_checks floor strict_webgpu example
 stage validation-messages no_validation_messages
 
 summary

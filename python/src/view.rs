@@ -1,0 +1,235 @@
+//! Tensors of the caller: where their elements lie, found through `__array_interface__`, `__dlpack__` or `data_ptr`.
+
+use kvpack::plan::ElementType;
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+
+use crate::dlpack;
+use crate::errors::wrong_tensor;
+
+/// The memory that a tensor lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The host.
+    Cpu,
+    /// The CUDA device of this ordinal.
+    Cuda(i32),
+}
+
+/// A tensor of the caller. It is valid as long as its owner lives.
+pub struct View {
+    pub address: usize,
+    pub shape: Vec<usize>,
+    /// In elements.
+    pub strides: Vec<isize>,
+    pub element: ElementType,
+    pub place: Place,
+    pub read_only: bool,
+    /// Keeps the memory.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU copies at once"))]
+    pub owner: Py<PyAny>,
+}
+
+impl View {
+    /// Looks at a tensor. `what` names it in errors.
+    pub fn of(what: &str, tensor: &Bound<'_, PyAny>, stream: Option<u64>) -> PyResult<Self> {
+        let view = if tensor.hasattr("__array_interface__")? {
+            Self::of_array(what, tensor)?
+        } else if tensor.hasattr("__dlpack__")? {
+            dlpack::view(what, tensor, stream)?
+        } else if tensor.hasattr("data_ptr")? {
+            Self::of_pointer(what, tensor)?
+        } else {
+            let given = tensor.get_type().name()?.to_string();
+            return Err(wrong_tensor(
+                what,
+                format!("a {given} has no __dlpack__, __array_interface__ or data_ptr; pass an array or a tensor"),
+            ));
+        };
+        view.check(what)?;
+        Ok(view)
+    }
+
+    fn of_array(what: &str, array: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let interface = array.getattr("__array_interface__")?;
+        let (address, read_only): (usize, bool) = interface.get_item("data")?.extract()?;
+        let shape: Vec<usize> = interface.get_item("shape")?.extract()?;
+        let kind: String = interface.get_item("typestr")?.extract()?;
+        let named: String =
+            array.getattr("dtype").and_then(|dtype| dtype.getattr("name")?.extract()).unwrap_or_default();
+        let element = match (kind.as_str(), named.as_str()) {
+            ("<f4", _) => ElementType::F32,
+            ("<f2", _) => ElementType::F16,
+            ("<V2", "bfloat16") => ElementType::Bf16,
+            _ => return Err(wrong_type(what, if named.is_empty() { &kind } else { &named })),
+        };
+        let strides: Option<Vec<isize>> = interface.call_method1("get", ("strides",))?.extract()?;
+        let strides = match strides {
+            Some(bytes) => in_elements(what, &bytes, element)?,
+            None => contiguous(&shape),
+        };
+        let (place, owner) = (Place::Cpu, array.clone().unbind());
+        Ok(Self { address, shape, strides, element, place, read_only, owner })
+    }
+
+    /// A tensor like PyTorch's: `data_ptr()`, `shape`, `stride()`, `dtype`, `device`.
+    fn of_pointer(what: &str, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let address: usize = tensor.call_method0("data_ptr")?.extract()?;
+        let shape: Vec<usize> = tensor.getattr("shape")?.extract()?;
+        let strides: Vec<isize> = tensor.call_method0("stride")?.extract()?;
+        let named = tensor.getattr("dtype")?.str()?.to_string();
+        let element = match named.rsplit('.').next().unwrap_or_default() {
+            "float32" => ElementType::F32,
+            "float16" => ElementType::F16,
+            "bfloat16" => ElementType::Bf16,
+            _ => return Err(wrong_type(what, &named)),
+        };
+        let device = tensor.getattr("device")?.str()?.to_string();
+        let place = match device.split_once(':').unwrap_or((&device, "0")) {
+            ("cpu", _) => Place::Cpu,
+            ("cuda", ordinal) => Place::Cuda(ordinal.parse().unwrap_or(0)),
+            _ => return Err(wrong_tensor(what, format!("it lies on {device}; use the CPU or CUDA"))),
+        };
+        Ok(Self { address, shape, strides, element, place, read_only: false, owner: tensor.clone().unbind() })
+    }
+
+    fn check(&self, what: &str) -> PyResult<()> {
+        if self.strides.len() != self.shape.len() {
+            return Err(wrong_tensor(what, "it has another number of strides than of dimensions"));
+        }
+        let size = self.element.bytes();
+        if !self.address.is_multiple_of(size) {
+            let reason = format!("its address {:#x} is no multiple of {size}, the bytes of an element", self.address);
+            return Err(wrong_tensor(what, reason));
+        }
+        if self.address == 0 && self.elements() > 0 {
+            return Err(wrong_tensor(what, "it has no memory (its address is 0)"));
+        }
+        Ok(())
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().fold(1usize, |all, &n| all.saturating_mul(n))
+    }
+
+    /// Checks the device.
+    pub fn check_place(&self, what: &str, place: Place) -> PyResult<()> {
+        if self.place == place {
+            return Ok(());
+        }
+        let name = |place| match place {
+            Place::Cpu => "the CPU".to_owned(),
+            Place::Cuda(ordinal) => format!("CUDA device {ordinal}"),
+        };
+        Err(wrong_tensor(what, format!("it lies on {}; this cache is on {}", name(self.place), name(place))))
+    }
+
+    /// Checks the shape: `[any, rest...]`. Returns the first dimension.
+    pub fn check_shape(&self, what: &str, names: &str, rest: &[usize]) -> PyResult<usize> {
+        match self.shape.split_first() {
+            Some((&first, of)) if of == rest => Ok(first),
+            _ => {
+                let list: Vec<String> = rest.iter().map(usize::to_string).collect();
+                let reason = format!("its shape is {:?}; it must be {names} = [.., {}]", self.shape, list.join(", "));
+                Err(wrong_tensor(what, reason))
+            }
+        }
+    }
+
+    /// Whether elements lie one after the other in the order of the dimensions.
+    pub fn is_contiguous(&self) -> bool {
+        let wanted = contiguous(&self.shape);
+        let same = |((&n, &have), &want): ((&usize, &isize), &isize)| n <= 1 || have == want;
+        self.elements() == 0 || self.shape.iter().zip(&self.strides).zip(&wanted).all(same)
+    }
+
+    /// Checks an output: writable and contiguous.
+    pub fn check_output(&self, what: &str) -> PyResult<()> {
+        if self.read_only {
+            return Err(wrong_tensor(what, "it is read-only"));
+        }
+        if !self.is_contiguous() {
+            return Err(wrong_tensor(what, format!("its strides are {:?}; it must be contiguous", self.strides)));
+        }
+        Ok(())
+    }
+
+    /// Calls `each` with the address and the number of elements of every run of contiguous elements, in the order of
+    /// the dimensions.
+    pub fn runs(&self, mut each: impl FnMut(usize, usize)) {
+        if self.elements() == 0 {
+            return;
+        }
+        let size = self.element.bytes() as isize;
+        // The last dimensions that lie together.
+        let mut run = 1;
+        let mut outer = self.shape.len();
+        while outer > 0 && (self.shape[outer - 1] == 1 || self.strides[outer - 1] == run as isize) {
+            run *= self.shape[outer - 1];
+            outer -= 1;
+        }
+        let mut place = vec![0; outer];
+        loop {
+            let offset: isize = place.iter().zip(&self.strides).map(|(&at, &stride)| at as isize * stride).sum();
+            each(self.address.wrapping_add_signed(offset * size), run);
+            let mut dimension = outer;
+            loop {
+                if dimension == 0 {
+                    return;
+                }
+                dimension -= 1;
+                place[dimension] += 1;
+                if place[dimension] < self.shape[dimension] {
+                    break;
+                }
+                place[dimension] = 0;
+            }
+        }
+    }
+}
+
+/// Strides of a tensor whose elements lie one after the other.
+pub fn contiguous(shape: &[usize]) -> Vec<isize> {
+    let mut strides = vec![1isize; shape.len()];
+    for dimension in (1..shape.len()).rev() {
+        strides[dimension - 1] = strides[dimension].saturating_mul(shape[dimension].max(1) as isize);
+    }
+    strides
+}
+
+fn in_elements(what: &str, bytes: &[isize], element: ElementType) -> PyResult<Vec<isize>> {
+    let size = element.bytes() as isize;
+    if bytes.iter().any(|stride| stride % size != 0) {
+        return Err(wrong_tensor(
+            what,
+            format!("its strides {bytes:?} are no multiples of {size}, the bytes of an element"),
+        ));
+    }
+    Ok(bytes.iter().map(|stride| stride / size).collect())
+}
+
+/// The exception for elements of another type.
+pub fn wrong_type(what: &str, given: &str) -> PyErr {
+    wrong_tensor(what, format!("its elements are {given}; use float32, float16 or bfloat16"))
+}
+
+/// A new contiguous tensor of the library that `like` is of, on its device.
+pub fn new_like<'py>(like: &Bound<'py, PyAny>, shape: &[usize], element: ElementType) -> PyResult<Bound<'py, PyAny>> {
+    let py = like.py();
+    let name = match element {
+        ElementType::F32 => "float32",
+        ElementType::F16 => "float16",
+        ElementType::Bf16 => "bfloat16",
+    };
+    if like.hasattr("new_empty")? {
+        let torch = py.import("torch")?;
+        let keywords = pyo3::types::PyDict::new(py);
+        keywords.set_item("dtype", torch.getattr(name)?)?;
+        return like.call_method("new_empty", (shape.to_vec(),), Some(&keywords));
+    }
+    if element == ElementType::Bf16 {
+        return Err(PyTypeError::new_err("NumPy has no bfloat16; pass out= for the result"));
+    }
+    py.import("numpy")?.call_method1("empty", (shape.to_vec(), name))
+}

@@ -1,0 +1,124 @@
+"""Models of transformers, small and with random weights. Needs PyTorch and transformers: ``scripts/python.sh hf``."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import kvpack  # noqa: E402
+import kvpack.hf  # noqa: E402
+
+SMALL = dict(vocab_size=97, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1,
+             eos_token_id=None, initializer_range=0.1)
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "mistral": (transformers.MistralConfig, dict(sliding_window=16)),
+    "gemma2": (transformers.Gemma2Config, dict(sliding_window=16, query_pre_attn_scalar=64, attn_logit_softcapping=5.0,
+                                               layer_types=["sliding_attention", "full_attention"] * 1 +
+                                               ["sliding_attention"])),
+    "gemma3": (transformers.Gemma3TextConfig, dict(sliding_window=16, query_pre_attn_scalar=64,
+                                                   layer_types=["sliding_attention", "sliding_attention",
+                                                                "full_attention"])),
+    "gpt_oss": (transformers.GptOssConfig, dict(sliding_window=16, num_local_experts=2, num_experts_per_tok=1,
+                                                layer_types=["sliding_attention", "full_attention",
+                                                             "sliding_attention"])),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    torch.manual_seed(5)
+    config, options = FAMILIES[request.param]
+    config = config(**{**SMALL, **options})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    if request.param == "gpt_oss":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def prompts(rows, tokens):
+    """Prompts with padding on the left, each row three tokens more."""
+    torch.manual_seed(rows)
+    ids = torch.randint(2, 97, (rows, tokens))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, :3 * row] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def generated(model, ids, mask, **options):
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=mask, do_sample=False, return_dict_in_generate=True,
+                              output_logits=True, **options)
+
+
+def distance(given, wanted):
+    return ((given - wanted).norm() / wanted.norm()).item()
+
+
+def same_tokens(given, wanted, prompt):
+    """Logits differ by f16 noise, and so do those of two tokens where the sequences part."""
+    for row, (mine, theirs) in enumerate(zip(given.sequences[:, prompt:], wanted.sequences[:, prompt:])):
+        differ = (mine != theirs).nonzero()
+        same = int(differ[0]) if len(differ) else len(theirs)
+        for step in range(min(same + 1, len(theirs))):
+            logits = wanted.logits[step][row]
+            assert distance(given.logits[step][row], logits) < 5e-3
+            if step == same:
+                assert abs(logits[mine[step]] - logits[theirs[step]]) < 5e-3 * logits.norm()
+
+
+@pytest.mark.parametrize("rows, tokens", [(1, 1), (1, 33), (3, 40)])
+def test_greedy_tokens_are_those_of_the_model(model, rows, tokens):
+    ids, mask = prompts(rows, tokens)
+    wanted = generated(model, ids, mask, max_new_tokens=30)
+    given = generated(kvpack.hf.enable(model, "f16"), ids, mask, max_new_tokens=30)
+    assert isinstance(getattr(given, "cache", None) or given.past_key_values, kvpack.hf.PackedCache)
+    same_tokens(given, wanted, tokens)
+    again = generated(kvpack.hf.disable(model), ids, mask, max_new_tokens=30)
+    assert torch.equal(torch.stack(again.logits), torch.stack(wanted.logits))
+
+
+def test_beams_are_those_of_the_model(model):
+    ids, mask = prompts(2, 20)
+    wanted = generated(model, ids, mask, max_new_tokens=16, num_beams=3)
+    given = generated(kvpack.hf.enable(model, "f16"), ids, mask, max_new_tokens=16, num_beams=3)
+    assert torch.equal(given.sequences, wanted.sequences)
+
+
+@pytest.mark.parametrize("recipe, most", [("int8", 0.03), ("saw-int4", 0.3), ("kivi:4", 0.3)])
+def test_packed_recipes_stay_near(model, recipe, most):
+    ids, mask = prompts(2, 150)
+    with torch.no_grad():
+        wanted = model(ids[:, 130:], attention_mask=mask, cache=model(ids[:, :130], attention_mask=mask[:, :130],
+                                                                      use_cache=True).cache).logits
+        kvpack.hf.enable(model, recipe)
+        cache = kvpack.hf.PackedCache(recipe)
+        model(ids[:, :130], attention_mask=mask[:, :130], cache=cache)
+        given = model(ids[:, 130:], attention_mask=mask, cache=cache).logits
+    assert 0 < distance(given, wanted) < most
+    assert cache.get_seq_length() == 150 and cache.memory()["in_use_bytes"] > 0
+
+
+def test_what_is_refused(model):
+    for recipe in ("h2o:0.2/f16", "int8+layers=0:f16", "kivy:2"):
+        with pytest.raises(kvpack.Error):
+            kvpack.hf.enable(model, recipe)
+    kvpack.hf.enable(model, "f16")
+    ids, mask = prompts(2, 10)
+    with pytest.raises(kvpack.Error, match="needs a packed cache"):
+        model(ids, attention_mask=mask)
+    with pytest.raises(kvpack.Error, match="padding on the left"):
+        model(ids, attention_mask=mask.flip(1), cache=kvpack.hf.PackedCache("f16"))
+
+
+def test_other_models_are_refused():
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=1)
+    with pytest.raises(kvpack.Error, match="gpt2"):
+        kvpack.hf.enable(transformers.AutoModelForCausalLM.from_config(config), "f16")

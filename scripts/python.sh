@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# The Python wheel: builds it, checks its size, installs it into an environment of its own and runs its tests.
+#
+#   python.sh tools    whether Python and the packages are there; says what is missing
+#   python.sh          all of it, in a debug build of the CPU backend
+#   python.sh release  the same, optimised
+#   python.sh hf       the tests of kvpack.hf as well: PyTorch and transformers, gigabytes of downloads
+#
+#   KVPACK_PYTHON      the interpreter, python3 if it is not set
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+target="${CARGO_TARGET_DIR:-$PWD/target}/python"
+most=$((15 * 1024 * 1024))
+
+# An environment with the packages that are needed.
+environment() { # name, packages...
+    local folder="$target/$1"
+    shift
+    [ -x "$folder/bin/python" ] || "${KVPACK_PYTHON:-python3}" -m venv "$folder"
+    "$folder/bin/python" -c 'import sys; assert sys.version_info >= (3, 10), "kvpack needs Python 3.10"'
+    "$folder/bin/pip" install --quiet --disable-pip-version-check "$@"
+}
+
+tools() {
+    mkdir -p "$target"
+    environment tools 'maturin>=1.7,<2' numpy pytest
+}
+
+wheel() { # profile
+    local wheels="$target/wheels" found size
+    rm -rf "$wheels"
+    "$target/tools/bin/maturin" build --quiet --locked --profile "$1" --manifest-path python/Cargo.toml \
+        --target-dir "$target" --out "$wheels" --interpreter "$target/tools/bin/python"
+    found=("$wheels"/kvpack-*.whl)
+    size=$(wc -c <"${found[0]}")
+    echo "$(basename "${found[0]}"): $size bytes"
+    if [ "$size" -gt "$most" ]; then
+        echo "the wheel has $size bytes; it may have $most"
+        return 1
+    fi
+}
+
+# Runs tests on the installed wheel. The last line has the form of cargo's, which scripts/test.sh counts.
+tests() { # environment, pytest's arguments...
+    local python="$target/$1/bin/python" log="$target/$1.log" status=0
+    shift
+    "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps \
+        "$target"/wheels/kvpack-*.whl
+    # From the folder of the tests, so that the installed module is imported and not the folder `kvpack`.
+    (cd python/tests && "$python" -m pytest -q -rs -p no:cacheprovider "$@") 2>&1 | tee "$log" || status=$?
+    local count
+    count() { grep -oE "[0-9]+ $1" "$log" | tail -n 1 | cut -d ' ' -f 1; }
+    local passed failed
+    passed=$(count passed || true)
+    failed=$(count 'failed|[0-9]+ error' || true)
+    echo "test result: ${passed:-0} passed; ${failed:-0} failed"
+    return "$status"
+}
+
+case "${1:-all}" in
+    tools) tools ;;
+    all | release)
+        tools
+        wheel "$([ "${1:-all}" = release ] && echo release || echo dev)"
+        tests tools --ignore=test_hf.py
+        ;;
+    hf)
+        tools
+        environment hf numpy pytest torch transformers
+        wheel release
+        tests hf test_hf.py
+        ;;
+    *)
+        echo "usage: scripts/python.sh [tools | release | hf]" >&2
+        exit 2
+        ;;
+esac
