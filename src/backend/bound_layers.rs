@@ -32,11 +32,11 @@ impl StepLayers {
                 "{found} layers in {parts} parts, and tensors of {layers} layers; pass all parts of ModelCache::open_steps"
             ));
         }
-        let of_part = |(part, of): (usize, &OpenStep<'_, S, F>)| {
+        let mut sorted = Vec::with_capacity(layers);
+        for (part, of) in parts.iter().enumerate() {
             let places = of.layers.iter().enumerate();
-            places.map(|(place, &number)| (number, LayerPlace { part, place })).collect::<Vec<_>>()
-        };
-        let mut sorted: Vec<(usize, LayerPlace)> = parts.iter().enumerate().flat_map(of_part).collect();
+            sorted.extend(places.map(|(place, &number)| (number, LayerPlace { part, place })));
+        }
         sorted.sort_unstable_by_key(|&(number, _)| number);
         if let Some(twice) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             return refuse(format!("layer {} is in two parts", twice[0].0));
@@ -53,14 +53,36 @@ impl StepLayers {
     }
 
     /// For every part the indices of its layers among all, in its order.
-    pub(crate) fn by_part(&self, parts: usize) -> Vec<Vec<usize>> {
-        let mut layers: Vec<Vec<(usize, usize)>> = vec![Vec::new(); parts];
-        self.0.iter().enumerate().for_each(|(layer, of)| layers[of.part].push((of.place, layer)));
-        let in_order = |mut of: Vec<(usize, usize)>| {
-            of.sort_unstable();
-            of.into_iter().map(|(_, layer)| layer).collect()
-        };
-        layers.into_iter().map(in_order).collect()
+    pub(crate) fn by_part(&self, parts: usize) -> PartLayers {
+        let mut ends = vec![0; parts];
+        self.0.iter().for_each(|of| ends[of.part] += 1);
+        let mut end = 0;
+        for of_part in &mut ends {
+            end += *of_part;
+            *of_part = end;
+        }
+        let mut layers = vec![0; self.0.len()];
+        for (layer, of) in self.0.iter().enumerate() {
+            let first = if of.part == 0 { 0 } else { ends[of.part - 1] };
+            layers[first + of.place] = layer;
+        }
+        PartLayers { layers, ends }
+    }
+}
+
+/// The layers of every part of a step, in the order of the part.
+#[derive(Clone, Debug)]
+pub(crate) struct PartLayers {
+    layers: Vec<usize>,
+    /// Where the layers of every part end.
+    ends: Vec<usize>,
+}
+
+impl PartLayers {
+    /// The layers of every part, which has some.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &[usize]> {
+        let firsts = std::iter::once(0).chain(self.ends.iter().copied());
+        firsts.zip(&self.ends).map(|(first, &end)| &self.layers[first..end])
     }
 }
 

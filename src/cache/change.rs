@@ -5,7 +5,7 @@ use super::sequence::Span;
 use super::step::CentreWrite;
 use super::{Recipe, StoreId};
 use crate::backend::StagedSpan;
-use crate::plan::{LayerWrites, StoreWrites};
+use crate::plan::{LayerWrites, Page, StoreWrites};
 
 /// An open change.
 #[derive(Debug)]
@@ -13,6 +13,10 @@ pub(super) struct Change<I> {
     /// The device writes.
     pub(super) writes: LayerWrites,
     pub(super) undo: Vec<Undo<I>>,
+    /// Sequences whose last span got a token within its last page, which is all that changed in them.
+    pub(super) grown: Vec<usize>,
+    /// The places of the tokens of a step that does nothing else, while it is opened.
+    pub(super) places: Vec<(StoreId, Page, usize)>,
     /// Leases that the change took.
     pub(super) leased: Vec<(StoreId, Lease)>,
     /// Leases that are released once the change is committed.
@@ -46,6 +50,8 @@ impl<I> Change<I> {
         Self {
             writes,
             undo: Vec::new(),
+            grown: Vec::new(),
+            places: Vec::new(),
             leased: Vec::new(),
             freed: Vec::new(),
             centres: Vec::new(),
@@ -53,6 +59,21 @@ impl<I> Change<I> {
             committed: Vec::new(),
             taken_centre: None,
         }
+    }
+
+    /// Makes it an empty change again, which keeps its memory.
+    pub(super) fn clear(&mut self) {
+        let Self { writes, undo, grown, places, leased, freed, centres, staged, committed, taken_centre } = self;
+        writes.clear();
+        undo.clear();
+        grown.clear();
+        places.clear();
+        leased.clear();
+        freed.clear();
+        centres.clear();
+        staged.clear();
+        committed.clear();
+        *taken_centre = None;
     }
 
     /// Length of a sequence before the change; 0 if the change does not touch it.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::change::Change;
+use super::last_step::LastStep;
 use super::memory::{CacheMemory, StoreMemory};
 use super::page_tables::PageTables;
 use super::sequence::{Positions, Span};
@@ -27,6 +28,8 @@ pub(super) struct LayerGroup<B: Backend> {
     pub(super) layers: Vec<Vec<LayerStore<B>>>,
     /// The index of every layer in its model.
     pub(super) numbers: Vec<usize>,
+    /// What the last step left.
+    pub(super) last: LastStep<B::Indices>,
 }
 
 /// A store of one layer on the device.
@@ -89,7 +92,8 @@ impl<B: Backend> LayerGroup<B> {
         let layers = numbers.iter().map(|_| of_layer()).collect::<Result<Vec<_>>>()?;
         let page_tables = PageTables::new(recipe, sequences);
         let table = GroupTable::new(shape, &page_tables)?;
-        Ok(Self { backend, shape, split: Split::default(), page_tables, table, flags, layers, numbers })
+        let (split, last) = (Split::default(), LastStep::default());
+        Ok(Self { backend, shape, split, page_tables, table, flags, layers, numbers, last })
     }
 
     pub(super) fn recipe(&self) -> &Recipe {
@@ -274,7 +278,8 @@ impl<B: Backend> LayerGroup<B> {
 
     /// Opens a change of the page tables that appends, and lays out its writes. On an error nothing has changed.
     pub(super) fn open_append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<B::Indices>> {
-        let change = self.page_tables.append(runs, tokens)?;
+        let change = self.last.change(self.page_tables.recipe());
+        let change = self.page_tables.append(change, runs, tokens)?;
         self.lay_out(change, tokens)
     }
 

@@ -27,6 +27,7 @@ mod evictions;
 mod kv_cache;
 mod kv_room;
 mod kv_steps;
+mod last_step;
 mod layer_reads;
 mod layers;
 mod memory;

@@ -297,7 +297,8 @@ impl<B: Backend> ModelCache<B> {
             return Err(Error::Plan { what: "commit", reason });
         }
         if let Some(step) = self.step.take() {
-            self.groups.iter_mut().zip(step.changes).for_each(|(group, change)| group.page_tables.commit(change));
+            let opened = step.changes.into_iter().zip(step.plans);
+            self.groups.iter_mut().zip(opened).for_each(|(group, (change, plan))| group.commit(change, plan));
         }
         Ok(())
     }
@@ -343,12 +344,14 @@ impl<B: Backend> ModelCache<B> {
         change: impl Fn(&mut LayerGroup<B>) -> Result<Change<B::Indices>>,
     ) -> Result<()> {
         self.check_no_step()?;
-        let (mut changes, mut plans) = (Vec::new(), Vec::new());
+        let groups = self.groups.len();
+        let (mut changes, mut plans) = (Vec::with_capacity(groups), Vec::with_capacity(groups));
         let mut opened = Ok(());
         for group in &mut self.groups {
             opened = change(group).and_then(|change| {
                 changes.push(change);
-                plans.push(group.plan(queries)?);
+                let plan = group.open_plan(changes.last(), queries)?;
+                plans.push(plan);
                 Ok(())
             });
             if opened.is_err() {

@@ -271,6 +271,14 @@ impl<I: TokenIndices> Sequence<I> {
         self.length += 1;
     }
 
+    /// Takes back a token that was put into the last page beside others.
+    pub(super) fn pop_token(&mut self) {
+        if let Some(last) = self.spans.last_mut() {
+            last.tokens -= 1;
+        }
+        self.length -= 1;
+    }
+
     /// The oldest full window that is due once `appended` (0 or 1) more tokens are stored, by span index. It begins at
     /// `sink` or later and has at least `newer` tokens after it.
     pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {

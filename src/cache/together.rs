@@ -3,6 +3,7 @@
 
 use super::ModelCache;
 use super::budget::Growth;
+use super::last_step::LastStep;
 use super::layers::LayerGroup;
 use super::page_tables::PageTables;
 use crate::backend::Backend;
@@ -56,11 +57,12 @@ impl<B: Backend> LayerGroup<B> {
     where
         B: Clone,
     {
-        let Self { backend, shape, split, page_tables, table, flags, layers, numbers } = self;
+        let Self { backend, shape, split, page_tables, table, flags, layers, numbers, last: _ } = self;
         let alone = move |(layer, (stores, number))| {
             let (backend, page_tables, table) = (backend.clone(), page_tables.of_layer(layer), table.clone());
             let (flags, layers, numbers) = (flags.clone(), vec![stores], vec![number]);
-            Self { backend, shape, split, page_tables, table, flags, layers, numbers }
+            let last = LastStep::default();
+            Self { backend, shape, split, page_tables, table, flags, layers, numbers, last }
         };
         layers.into_iter().zip(numbers).enumerate().map(alone)
     }
@@ -71,7 +73,7 @@ impl<B: Backend> LayerGroup<B> {
         let Some(page_tables) = PageTables::joined(&tables, growth) else { return singles };
         let others = singles.split_off(1);
         if let Some(all) = singles.first_mut() {
-            all.page_tables = page_tables;
+            (all.page_tables, all.last) = (page_tables, LastStep::default());
             for other in others {
                 all.numbers.extend(other.numbers);
                 all.layers.extend(other.layers);

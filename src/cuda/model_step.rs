@@ -239,10 +239,10 @@ impl ModelStep {
     pub fn write<'a>(&'a mut self, parts: &[OpenStep<'a, Store, NonFiniteFlags>]) -> Result<WrittenStep<'a>> {
         let layers = StepLayers::of(parts, self.layers.len())?;
         let by_part = layers.by_part(parts.len());
-        let plans = parts.iter().zip(&by_part).map(|(part, layers)| self.plan_part(part, layers));
+        let plans = parts.iter().zip(by_part.iter()).map(|(part, layers)| self.plan_part(part, layers));
         let plans = plans.collect::<Result<Vec<_>>>()?;
         let mut bound_anew = false;
-        for ((part, layers), plan) in parts.iter().zip(&by_part).zip(plans) {
+        for ((part, layers), plan) in parts.iter().zip(by_part.iter()).zip(plans) {
             let begins = part.table.begins();
             let fits = |bound: &Bound| bound.is_over(part) && bound.begins == begins && plan.is_bound_like(&bound.plan);
             let kept = self.bound[layers[0]].take(fits);
@@ -259,12 +259,12 @@ impl ModelStep {
         let classes = by_part.iter().filter_map(|layers| bound[layers[0]].newest()).map(|bound| bound.class).collect();
         let class = self.class_of(classes);
         let Self { backend, bound, .. } = &*self;
-        let written = |(part, layers): (&OpenStep<'a, Store, NonFiniteFlags>, &Vec<usize>)| {
+        let written = |(part, layers): (&OpenStep<'a, Store, NonFiniteFlags>, &[usize])| {
             let stores = if part.staged.is_empty() { Vec::new() } else { part.stores.clone() };
             let bound = bound[layers[0]].newest()?;
             Some(WrittenPart { bound, staged: part.staged, stores, stored: part.stored })
         };
-        let parts = parts.iter().zip(&by_part).filter_map(written).collect();
+        let parts = parts.iter().zip(by_part.iter()).filter_map(written).collect();
         Ok(WrittenStep { backend, parts, layers, class, bound_anew })
     }
 

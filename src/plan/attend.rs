@@ -1,5 +1,6 @@
 //! The plan of one attention call: runs of queries, and the spans that they see.
 
+use super::grown::Origin;
 use super::runs::{PlannedRun, QueryRun, Sequences, place_runs};
 use super::scoring::Scoring;
 use super::visible::Seen;
@@ -137,13 +138,25 @@ impl StorePart {
 /// assert_eq!(plan.runs()[0].limits(0).to, 198);
 /// # Ok::<(), kvpack::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct AttendPlan {
     pub(super) shape: AttentionShape,
     pub(super) runs: Vec<PlannedRun>,
     rows: usize,
     pub(super) segments: Vec<StorePart>,
     pub(super) scoring: Scoring,
+    pub(super) origin: Origin,
+}
+
+/// Plans are equal that ask for the same, whatever they were made from.
+impl PartialEq for AttendPlan {
+    fn eq(&self, other: &Self) -> bool {
+        let of = |plan: &Self| (plan.shape, plan.rows);
+        of(self) == of(other)
+            && self.runs == other.runs
+            && self.segments == other.segments
+            && self.scoring == other.scoring
+    }
 }
 
 impl AttendPlan {
@@ -162,7 +175,7 @@ impl AttendPlan {
         let segments = segments.map(|(index, store)| StorePart::new(index, &shape, &sequences, store));
         let segments = segments.collect::<Result<Vec<_>>>()?;
         let segments = segments.into_iter().filter(|segment| !segment.spans.is_empty()).collect();
-        let plan = Self { shape, runs, rows, segments, scoring: Scoring::of(&shape) };
+        let plan = Self { shape, runs, rows, segments, scoring: Scoring::of(&shape), origin: Origin::new() };
         plan.check_calibrated()?;
         Ok(plan)
     }

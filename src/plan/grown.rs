@@ -1,11 +1,33 @@
 //! Plans of which sequences got a token more, within the pages that they had: most steps of decoding. Their work is
 //! that of the step before, but for the tokens of a few items.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use super::attend::{AttendPlan, PlannedSpan, StorePart};
 use super::runs::PlannedRun;
 use super::visible::{Seen, Visible};
 use super::work::{Dispatch, StoreWork, Work, WorkItem};
 use crate::format::TILE_TOKENS;
+
+/// Where a plan comes from: the plan that was made of spans, and the number of tokens that each of its runs got since.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Origin {
+    plan: u64,
+    tokens: u64,
+}
+
+impl Origin {
+    /// That of a plan which is made of spans.
+    pub(super) fn new() -> Self {
+        static PLANS: AtomicU64 = AtomicU64::new(0);
+        Self { plan: PLANS.fetch_add(1, Ordering::Relaxed), tokens: 0 }
+    }
+
+    /// Whether another plan is this one with more tokens, or is like it.
+    const fn is_before(self, other: Self) -> bool {
+        self.plan == other.plan && self.tokens <= other.tokens
+    }
+}
 
 impl AttendPlan {
     /// Whether another plan is this one with more tokens within the last pages of spans, for queries that are alone and
@@ -15,14 +37,38 @@ impl AttendPlan {
         let same_run = |(one, other): (&PlannedRun, &PlannedRun)| {
             alone(one) && alone(other) && one.run.sequence == other.run.sequence && one.first_row == other.first_row
         };
+        if self.origin.is_before(other.origin) {
+            return self.runs.iter().all(alone) && self.scoring == other.scoring;
+        }
         let runs = self.runs.len() == other.runs.len() && self.runs.iter().zip(&other.runs).all(same_run);
         let segments = self.segments.len() == other.segments.len()
             && self.segments.iter().zip(&other.segments).all(|(one, segment)| one.grows_to(segment, &other.runs));
         runs && segments && self.shape == other.shape && self.scoring == other.scoring
     }
 
+    /// Becomes the plan of the same queries once every sequence has another token at the end of its last span, within
+    /// the page there. `last` returns the store of that span and the position where it begins. False if it cannot: the
+    /// plan is of no use any more then.
+    pub(crate) fn grow_each(&mut self, last: impl Fn(usize) -> Option<(usize, usize)>) -> bool {
+        let Self { runs, segments, origin, .. } = self;
+        let mut grown = 0;
+        for segment in segments {
+            let store = segment.store();
+            for span in segment.spans.iter_mut().filter(|span| span.gathered.is_none()) {
+                if last(runs[span.run].run.sequence) == Some((store, span.start)) {
+                    span.tokens += 1;
+                    grown += 1;
+                }
+            }
+        }
+        runs.iter_mut().for_each(PlannedRun::move_on);
+        origin.tokens += 1;
+        grown == runs.len()
+    }
+
     /// Becomes the other plan, without taking memory.
     fn grow(&mut self, other: &Self) {
+        self.origin = other.origin;
         self.runs.clone_from_slice(&other.runs);
         for (segment, other) in self.segments.iter_mut().zip(&other.segments) {
             segment.spans.copy_from_slice(&other.spans);

@@ -73,6 +73,14 @@ impl LayerAttention {
         }
     }
 
+    /// Whether this is what a query sees that decodes.
+    pub(crate) fn sees_decoding(&self, visible: &Visible) -> bool {
+        match self.left {
+            None => *visible == Visible::All,
+            Some(left) => *visible == Visible::Window { left },
+        }
+    }
+
     /// A plan with the scoring of this layer.
     ///
     /// # Errors

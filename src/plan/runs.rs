@@ -53,6 +53,12 @@ pub struct PlannedRun {
 }
 
 impl PlannedRun {
+    /// The same run once its sequence has a token more.
+    pub(super) fn move_on(&mut self) {
+        self.run.end = self.run.end.map(|end| end + 1);
+        self.stand = Stand { end: self.stand.end + 1, length: self.stand.length + 1, ..self.stand };
+    }
+
     /// The positions that a query of the run sees; none for a query that the run does not have.
     pub fn limits(&self, query: usize) -> RowLimits {
         self.stand.limits(&self.run.visible, query)

@@ -37,6 +37,7 @@ mod shares;
 mod sliding_window;
 mod step;
 mod step_queries;
+mod steps_that_grow;
 mod stored_error;
 mod swap_out;
 mod swapped_bytes;

@@ -1,7 +1,7 @@
 //! Steps of layers that hold different numbers of tokens: one `ModelStep` serves all parts, at the price of one part.
 //!
-//! What a step costs the host is printed: `TOKENS=4096 cargo test --release --test gpu parts_of_a_step -- --nocapture`,
-//! on an adapter that `gpu_device` names.
+//! What a step costs the host is printed: `TOKENS=4096 STEPS=1000 cargo test --release --test gpu parts_share --
+//! --nocapture`, on an adapter that `gpu_device` names.
 
 use std::time::{Duration, Instant};
 
@@ -134,7 +134,11 @@ fn parts_of_other_layers_are_refused() {
 /// The model whose steps are measured.
 const MEASURED_LAYERS: usize = 32;
 const MEASURED_SEQUENCES: usize = 8;
-const REPEATS: usize = 40;
+
+/// A number of the environment.
+fn asked(name: &str, default: usize) -> usize {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
 
 struct Measured {
     parts: usize,
@@ -162,7 +166,7 @@ fn measure(cache: &mut ModelCache<Wgpu>, of: &LayerTensors) -> Measured {
     nothing_is_left();
     let before = made(device);
     let mut of_step = Measured { parts: 0, host: [Duration::MAX; 6], bytes: 0, staging: 0, submissions: 0 };
-    for _ in 0..REPEATS {
+    for _ in 0..asked("STEPS", 40) {
         nothing_is_left();
         let (newest, held) = (newest_submission(&backend), made(device));
         let begin = Instant::now();
@@ -205,12 +209,12 @@ fn measure(cache: &mut ModelCache<Wgpu>, of: &LayerTensors) -> Measured {
 #[test]
 fn parts_share_memory_and_an_upload() {
     let shape = AttentionShape::new(32, 8, 128).unwrap();
-    let tokens: usize = std::env::var("TOKENS").map_or(1024, |text| text.parse().unwrap());
+    let (tokens, steps) = (asked("TOKENS", 1024), asked("STEPS", 40));
     for name in ["f16", "saw-int4"] {
         let backend = gpu_device::fresh();
         let of = LayerTensors::zeroed(backend.device(), &shape, MEASURED_SEQUENCES, ElementType::F32).unwrap();
         let layers = vec![(shape, recipe(name)); MEASURED_LAYERS];
-        let pages = MEASURED_SEQUENCES * (tokens + 3 * REPEATS).div_ceil(128);
+        let pages = MEASURED_SEQUENCES * (tokens + 3 * steps).div_ceil(128);
         let stores = layers[0].1.stores().len();
         let room = |store| StoreRoom { pages: if store + 1 == stores { pages } else { 8 }, spans: 0 };
         let room: Vec<StoreRoom> = (0..stores).map(room).collect();

@@ -18,7 +18,7 @@ use super::slots::Slots;
 use super::step::{CentreWrite, RunKind};
 use super::{Appended, CENTRE_TOKENS, Recipe, StoreId, TokenRun};
 use crate::format::TILE_TOKENS;
-use crate::plan::{KeyMean, PageCopy, RankShare, TokenIndices, TokenRange, TokenWrite, WindowMove};
+use crate::plan::{KeyMean, Page, PageCopy, RankShare, TokenIndices, TokenRange, TokenWrite, WindowMove};
 use crate::{Error, Result};
 
 /// The contents of a layer's stores for its sequences.
@@ -91,17 +91,22 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     // --- opening -----------------------------------------------------------------------------------------------------
 
-    /// Appends runs of new tokens; their rows are contiguous. Decoding a token also packs the tile that it pushes out
+    /// Appends runs of new tokens to an empty change; their rows are contiguous. Decoding a token also packs the tile that it pushes out
     /// of the residual window, and a part of a prompt all windows that are due.
     ///
     /// # Errors
     /// Those of [`PageTables::room_for_append`], and [`Error::NoRoom`] when too little room is free. Nothing has
     /// changed.
-    pub(super) fn append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<I>> {
+    pub(super) fn append(&mut self, mut change: Change<I>, runs: &[TokenRun], tokens: usize) -> Result<Change<I>> {
+        change.places.extend(runs.iter().map_while(|run| self.place_in_page(run)));
+        if change.places.len() == runs.len() {
+            self.check_appended(runs, tokens)?;
+            self.check_room(&[])?;
+            self.push_in_pages(&mut change, runs);
+            return Ok(change);
+        }
         let needed = self.room_for_append(runs, tokens)?;
         self.check_room(&needed)?;
-        let mut change = Change::new(&self.recipe);
-        change.undo.reserve(runs.len());
         let mut row = 0;
         for run in runs {
             self.release_behind_window(&mut change, run.sequence());
@@ -255,9 +260,15 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     // --- closing -------------------------------------------------------------------------------------------------
 
     /// Commits a change: its new state becomes permanent.
-    pub(super) fn commit(&mut self, change: Change<I>) {
-        change.committed.into_iter().for_each(|(sequence, spans)| self.sequences[sequence].spans = spans);
+    pub(super) fn commit(&mut self, mut change: Change<I>) {
+        self.commit_and_clear(&mut change);
+    }
+
+    /// The same, and the change is an empty one afterwards.
+    pub(super) fn commit_and_clear(&mut self, change: &mut Change<I>) {
+        change.committed.drain(..).for_each(|(sequence, spans)| self.sequences[sequence].spans = spans);
         self.release(&change.freed);
+        change.clear();
     }
 
     /// Rolls back a change: the page tables return to their old state.
@@ -268,6 +279,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             sequence.spans.extend(undo.spans);
             (sequence.length, sequence.released) = (undo.length, undo.released);
         }
+        change.grown.iter().for_each(|&sequence| self.sequences[sequence].pop_token());
         for sequence in change.centres.iter().map(|centre| centre.sequence).chain(change.taken_centre) {
             self.release_centre(sequence);
         }
@@ -425,6 +437,33 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         change.writes.stores[store.index()].tokens.push(TokenWrite { token: row, page, slot, centre });
         sequence.push_token(store, next, lease);
         Ok(())
+    }
+
+    /// The place of an appended token that lies within the last page of its sequence and changes nothing else.
+    fn place_in_page(&self, run: &TokenRun) -> Option<(StoreId, Page, usize)> {
+        let of = self.sequences.get(run.sequence())?;
+        let begins = self.recipe.is_centred() && of.centre.is_none();
+        if run.tokens() != 1 || run.kind() == RunKind::Prompt || self.share.is_some() || begins {
+            return None;
+        }
+        let window = self.window(of.length);
+        let NextSlot::Open(page, slot) = of.next_slot(window) else { return None };
+        let changes_more = self.room(window.store()).is_shared(page)
+            || self.unseen_behind_window(run.sequence()).is_some()
+            || (run.kind() == RunKind::Decode && self.window_to_pack(run.sequence(), 1).is_some());
+        (!changes_more).then_some((window.store(), page, slot))
+    }
+
+    /// Appends tokens to such places, without taking memory.
+    fn push_in_pages(&mut self, change: &mut Change<I>, runs: &[TokenRun]) {
+        for ((token, run), &(store, page, slot)) in runs.iter().enumerate().zip(&change.places) {
+            let sequence = &mut self.sequences[run.sequence()];
+            let write = TokenWrite { token, page, slot, centre: sequence.centre };
+            change.writes.stores[store.index()].tokens.push(write);
+            change.grown.push(run.sequence());
+            sequence.push_token(store, NextSlot::Open(page, slot), Lease::default());
+            self.changes[run.sequence()] += 1;
+        }
     }
 
     /// Packs the oldest window that is due, if there is one.

@@ -18,10 +18,9 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// # Errors
     /// Those of [`PageTables::check_runs`] and of [`PageTables::check_longer`].
     pub(in crate::cache) fn room_for_append(&self, runs: &[TokenRun], tokens: usize) -> Result<Vec<StoreRoom>> {
-        self.check_runs(runs, tokens)?;
+        self.check_appended(runs, tokens)?;
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for run in runs {
-            self.check_longer(run.sequence(), run.tokens())?;
             if run.kind() == RunKind::Prompt {
                 self.add_room_for_part(&mut needed, run)?;
                 continue;
@@ -32,6 +31,15 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             }
         }
         Ok(needed)
+    }
+
+    /// Checks that runs may be appended, if there is room.
+    ///
+    /// # Errors
+    /// Those of [`PageTables::check_runs`] and of [`PageTables::check_longer`].
+    pub(super) fn check_appended(&self, runs: &[TokenRun], tokens: usize) -> Result<()> {
+        self.check_runs(runs, tokens)?;
+        runs.iter().try_for_each(|run| self.check_longer(run.sequence(), run.tokens()))
     }
 
     /// Adds the room that tokens need where appended tokens lie.
@@ -137,14 +145,16 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// [`Error::Sequence`], [`Error::NoTokens`], or [`Error::Plan`].
     pub(in crate::cache) fn check_runs(&self, runs: &[TokenRun], tokens: usize) -> Result<()> {
         let reject = |reason: String| Err(Error::Plan { what: "append", reason });
-        let mut named = vec![false; self.sequences.len()];
+        // Nothing has to be noted of sequences that ascend, as they do in most steps.
+        let ascend = runs.is_sorted_by(|one, next| one.sequence() < next.sequence());
+        let mut named = if ascend { Vec::new() } else { vec![false; self.sequences.len()] };
         for run in runs {
             let sequence = run.sequence();
             self.sequence(sequence)?;
             if run.tokens() == 0 {
                 return Err(Error::NoTokens { what: "run of tokens", hint: "append at least one, or leave it out" });
             }
-            if std::mem::replace(&mut named[sequence], true) {
+            if !ascend && std::mem::replace(&mut named[sequence], true) {
                 return reject(format!("sequence {sequence} is named twice; give it one run of tokens"));
             }
         }

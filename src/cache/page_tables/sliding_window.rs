@@ -13,16 +13,18 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Releases the pages of a sequence that no query from its end on sees, once the change is committed. Does nothing in
     /// a layer that sees all.
     pub(super) fn release_behind_window(&mut self, change: &mut Change<I>, sequence: usize) {
-        let Some(left) = self.recipe.attention().window() else { return };
-        let of = &self.sequences[sequence];
-        let unseen = of.length.saturating_sub(left.saturating_add(TAKEN_BACK)) / TILE_TOKENS * TILE_TOKENS;
-        if unseen <= of.released {
-            return;
-        }
+        let Some(unseen) = self.unseen_behind_window(sequence) else { return };
         let Ok(positions) = TokenRange::new(0, unseen) else { return };
         self.remember(change, sequence, 0);
         change.freed.extend(self.sequences[sequence].forget(positions));
         self.sequences[sequence].released = unseen;
+    }
+
+    /// The end of the positions that no query from the end of a sequence on sees, if it still holds pages of them.
+    pub(super) fn unseen_behind_window(&self, sequence: usize) -> Option<usize> {
+        let (left, of) = (self.recipe.attention().window()?, &self.sequences[sequence]);
+        let unseen = of.length.saturating_sub(left.saturating_add(TAKEN_BACK)) / TILE_TOKENS * TILE_TOKENS;
+        (unseen > of.released).then_some(unseen)
     }
 
     /// Checks that a sequence of `length` tokens still holds what its next query sees.

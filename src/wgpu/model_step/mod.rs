@@ -18,7 +18,7 @@ use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
 use super::pack::{NonFiniteFlags, rotated_now, rotated_window_bytes, staged};
-use crate::backend::{AttendOptions, BoundClasses, OpenStep, QueryPrecision, StepLayers};
+use crate::backend::{AttendOptions, BoundClasses, OpenStep, PartLayers, QueryPrecision, StepLayers};
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, QueryLayout, RowLayout, Split};
 use crate::{Error, Result};
@@ -204,13 +204,13 @@ impl ModelStep {
         let layers = StepLayers::of(parts, self.layers.len())?;
         let by_part = layers.by_part(parts.len());
         let mut plans = Vec::with_capacity(parts.len());
-        for (at, (part, layers)) in parts.iter().zip(&by_part).enumerate() {
+        for (at, (part, layers)) in parts.iter().zip(by_part.iter()).enumerate() {
             let grows = self.grow(part, layers[0], (at, parts.len()))?;
             plans.push(if grows { None } else { Some(self.plan(part, layers, parts.len())?) });
         }
         let (slot, regions) = self.provide(parts, &by_part, &mut plans)?;
         let mut bound_anew = false;
-        for (at, ((part, layers), plan)) in parts.iter().zip(&by_part).zip(plans).enumerate() {
+        for (at, ((part, layers), plan)) in parts.iter().zip(by_part.iter()).zip(plans).enumerate() {
             let Some(plan) = plan else { continue };
             let first = regions.first(at);
             let kept = self.bound[layers[0]].take(|bound| bound.serves(part, &plan, first));
@@ -222,20 +222,20 @@ impl ModelStep {
             self.bound[layers[0]].put(bound);
         }
         let Self { backend, bound, tables, .. } = self;
-        let tables_of = |(part, layers): (&OpenStep<'a, Store, NonFiniteFlags>, &Vec<usize>)| {
+        let tables_of = |(part, layers): (&OpenStep<'a, Store, NonFiniteFlags>, &[usize])| {
             bound[layers[0]].newest().map(|bound| bound.tables(part.table))
         };
-        let of_parts = parts.iter().zip(&by_part).filter_map(tables_of).flatten();
+        let of_parts = parts.iter().zip(by_part.iter()).filter_map(tables_of).flatten();
         guard::captured_now(backend.device(), Request::call("tables of a step"), || {
             tables.upload(backend.queue(), slot, of_parts);
         })?;
         self.staged = parts.iter().map(|part| staged::bind(self.backend.kernels(), part)).collect::<Result<_>>()?;
         let steps: &'a Self = self;
-        let written = |((part, layers), staged): ((&OpenStep<'a, Store, NonFiniteFlags>, &Vec<usize>), &'a Vec<_>)| {
+        let written = |((part, layers), staged): ((&OpenStep<'a, Store, NonFiniteFlags>, &[usize]), &'a Vec<_>)| {
             let bound = steps.bound[layers[0]].newest()?;
             Some(WrittenPart { bound, table: part.table, staged, stored: part.stored })
         };
-        let parts = parts.iter().zip(&by_part).zip(&steps.staged).filter_map(written).collect();
+        let parts = parts.iter().zip(by_part.iter()).zip(&steps.staged).filter_map(written).collect();
         Ok(WrittenStep { steps, parts, layers, slot, bound_anew })
     }
 
@@ -291,14 +291,14 @@ impl ModelStep {
     fn provide(
         &mut self,
         parts: &[OpenStep<'_, Store, NonFiniteFlags>],
-        by_part: &[Vec<usize>],
+        by_part: &PartLayers,
         plans: &mut [Option<AttendStep>],
     ) -> Result<(usize, Regions)> {
-        let bound = |layers: &Vec<usize>| self.bound[layers[0]].newest().map(BoundPart::plan);
-        let scratch_of = |(plan, layers): (&Option<AttendStep>, &Vec<usize>)| {
+        let bound = |layers: &[usize]| self.bound[layers[0]].newest().map(BoundPart::plan);
+        let scratch_of = |(plan, layers): (&Option<AttendStep>, &[usize])| {
             plan.as_ref().or_else(|| bound(layers)).map_or_else(ScratchBytes::default, AttendStep::scratch)
         };
-        let scratch: Vec<ScratchBytes> = plans.iter().zip(by_part).map(scratch_of).collect();
+        let scratch: Vec<ScratchBytes> = plans.iter().zip(by_part.iter()).map(scratch_of).collect();
         let needed = scratch.iter().fold(ScratchBytes::default(), |all, &of| all.or(of));
         let needed = ScratchBytes { tables: 0, ..needed };
         let rotated = parts.iter().map(|part| rotated_window_bytes(part.table.layout())).max().unwrap_or(0);
@@ -312,7 +312,7 @@ impl ModelStep {
         let has_rotated = self.shared.rotated.as_ref().map_or(0, wgpu::Buffer::size) >= rotated;
         let has_tables = self.tables.have_room(parts.len(), region);
         if !(has_scratch && has_rotated && has_tables) {
-            for (plan, layers) in plans.iter_mut().zip(by_part).filter(|(plan, _)| plan.is_none()) {
+            for (plan, layers) in plans.iter_mut().zip(by_part.iter()).filter(|(plan, _)| plan.is_none()) {
                 *plan = self.bound[layers[0]].take(|_| true).map(BoundPart::into_plan);
             }
             self.drop_bound();
