@@ -28,9 +28,9 @@ pub use attention::{
 };
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use bound_classes::BoundClasses;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
 #[cfg(feature = "wgpu")]
 pub(crate) use bound_layers::PartLayers;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use bound_layers::{LayerPlace, StepLayers, check_log_sum_exps, of_layer};
 pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};

@@ -12,8 +12,9 @@ use crate::{Error, Result};
 mod attend;
 mod blocks;
 mod cut;
-#[cfg(feature = "wgpu")]
 mod grown;
+#[cfg(feature = "wgpu")]
+mod grown_work;
 mod layer_attention;
 mod pages;
 mod placement;
