@@ -101,8 +101,9 @@ where
     /// ranks are exchanged. Waits for the other ranks, unless the policy measures nothing.
     ///
     /// # Errors
-    /// As [`ObservedPrompt::observe`](crate::cache::ObservedPrompt::observe), on this rank or another ([`Error::Plan`]
-    /// names it); [`Error::NotANumber`] when a score is NaN; [`Error::Transport`]. The layer is as it was.
+    /// As [`ObservedPrompt::observe`](crate::cache::ObservedPrompt::observe), on this rank or another
+    /// ([`Error::Plan`](crate::Error::Plan) names it); [`Error::NotANumber`](crate::Error::NotANumber) when a score is
+    /// NaN; [`Error::Transport`](crate::Error::Transport). The layer is as it was.
     pub async fn observe_layer(
         &mut self,
         prompt: &mut SharedPrompt<T::Backend>,
