@@ -29,6 +29,8 @@ case "${1:-}" in
         deny --locked --log-level error check bans licenses sources
         # A host is a program of its own: kvpack does not link the host's dependencies.
         deny --manifest-path hosts/burn/Cargo.toml --config deny.toml --locked --log-level error check bans sources
+        # The wheel links its dependencies.
+        deny --manifest-path python/Cargo.toml --config deny.toml --locked --log-level error check bans licenses sources
         ;;
     *)
         sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2

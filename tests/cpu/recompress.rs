@@ -7,7 +7,7 @@ use kvpack::backend::{Forward, Forwarding, SpanWrite};
 use kvpack::cache::{ChunkStores, ModelCache, Recipe, SpanPositions, StoreId};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::plan::TokenRange;
-use kvpack::policy::{Merging, Nearest, Policy, evicted, merge_plan, uniform_budgets};
+use kvpack::policy::{MeasuredRows, Merging, Nearest, Policy, evicted, merge_plan, uniform_budgets};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
@@ -338,6 +338,8 @@ fn what_cannot_be_compressed_again_is_refused() {
     refused(block_on(cache.compress_again(0, &policy, &spans(100), &[])), "queries of 0 layers");
     refused(block_on(cache.compress_again(0, &Policy::streaming(4, 4), &spans(99), &[])), "100");
     refused(block_on(cache.compress_again(2, &policy, &spans(100), &[])), "sequence 2");
+    let unmeasured = Policy { rows: MeasuredRows::None, ..policy.clone() };
+    refused(block_on(cache.compress_again(0, &unmeasured, &spans(100), &[])), "the best tokens need measured rows");
     refused(compress_again(&mut cache, 0, &policy, (&tokens(101, 4), 101)), "101 query rows, of the 100 tokens");
     refused(compress_again(&mut cache, 0, &policy, (&appended, 0)), "row");
     let mut nan = tokens(100, 4);

@@ -91,8 +91,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
 
     // --- opening -----------------------------------------------------------------------------------------------------
 
-    /// Appends runs of new tokens to an empty change; their rows are contiguous. Decoding a token also packs the tile that it pushes out
-    /// of the residual window, and a part of a prompt all windows that are due.
+    /// Appends runs of new tokens to an empty change; their rows are contiguous. Decoding a token also packs the tile
+    /// that it pushes out of the residual window, and a part of a prompt all windows that are due.
     ///
     /// # Errors
     /// Those of [`PageTables::room_for_append`], and [`Error::NoRoom`] when too little room is free. Nothing has

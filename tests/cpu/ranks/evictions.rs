@@ -168,30 +168,38 @@ fn compressed(engine: &mut Engine, policy: &Policy, all: bool) -> (Selection, Ve
     (selection, outputs)
 }
 
+/// What was chosen and returned, and the tokens that are stored.
+pub type Done<C> = ((C, Vec<Vec<f32>>), usize);
+
+/// Ranks choose and store together what one cache does. Their outputs are the same bits, and like those of the cache.
+pub fn check_like_one_cache<C: PartialEq>(what: &str, ranks: &[Done<C>], ((chosen, exact), stored): &Done<C>) {
+    assert_eq!(ranks.iter().map(|(_, tokens)| tokens).sum::<usize>(), *stored, "{what}");
+    for ((of_rank, outputs), _) in ranks {
+        assert!(of_rank == chosen, "{what} keeps other tokens");
+        assert!(*outputs == ranks[0].0.1, "{what}: other bits");
+    }
+    for (one, many) in exact.iter().zip(&ranks[0].0.1) {
+        let exact: Vec<f64> = one.iter().map(|&x| x.into()).collect();
+        let error = nmse(many, &exact);
+        assert!(error <= 1e-6, "{what}: {error:.1e}");
+    }
+}
+
 /// Every policy keeps on ranks what it keeps in one cache, and attention to it returns the same.
 #[test]
 fn ranks_keep_what_one_cache_keeps() {
     for (index, (name, policy)) in all_policies().into_iter().enumerate() {
         let layers = vec![(shape(), recipe(["saw-int4", "f16"][index % 2])); LAYERS];
         let mut one = Engine::One(ModelCache::new(&Cpu::new(), &layers, SEQUENCES).unwrap());
-        let (expected, exact) = compressed(&mut one, &policy, index < 2);
+        let done = compressed(&mut one, &policy, index < 2);
+        let one = (done, one.cache().tokens(0, 1).unwrap());
         for ranks in [2, 3, 7] {
             let many = on_ranks(ranks, LONG, |transport| {
                 let mut engine = Engine::Rank(Box::new(rank(transport, &layers, Placement::new(ranks).unwrap())));
                 let done = compressed(&mut engine, &policy, index < 2);
                 (done, engine.cache().tokens(0, 1).unwrap())
             });
-            let stored: usize = many.iter().map(|(_, tokens)| tokens).sum();
-            assert_eq!(stored, one.cache().tokens(0, 1).unwrap(), "{name} on {ranks} ranks");
-            for ((selection, outputs), _) in &many {
-                assert!(*selection == expected, "{name} on {ranks} ranks keeps other tokens");
-                assert!(*outputs == many[0].0.1, "{name} on {ranks} ranks: other bits");
-            }
-            for (one, many) in exact.iter().zip(&many[0].0.1) {
-                let exact: Vec<f64> = one.iter().map(|&x| x.into()).collect();
-                let error = nmse(many, &exact);
-                assert!(error <= 1e-6, "{name} on {ranks} ranks: {error:.1e}");
-            }
+            check_like_one_cache(&format!("{name} on {ranks} ranks"), &many, &one);
         }
     }
 }
