@@ -20,7 +20,7 @@ const REASONED: &[(&str, &str)] = &[
     ("plan/attend", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/blocks", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/cut", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
-    ("plan/grown.rs", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
+    ("plan/grown_work.rs", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/state_rows", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/work", "a plan counts rows, pages and states in 64 bits and refuses what 32 bits do not count"),
     ("plan/visible.rs", "a plan refuses positions that 32 bits do not count before it asks what a query sees"),
