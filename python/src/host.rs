@@ -49,9 +49,9 @@ impl Host for Cpu {
     fn take(&self, what: &str, view: &View) -> PyResult<CpuTensor> {
         view.check_place(what, Place::Cpu)?;
         Ok(match view.element {
-            ElementType::F32 => CpuTensor::F32(copied(view)),
-            ElementType::F16 => CpuTensor::F16(copied::<f16>(view)),
-            ElementType::Bf16 => CpuTensor::Bf16(copied::<bf16>(view)),
+            ElementType::F32 => CpuTensor::F32(copied(what, view)?),
+            ElementType::F16 => CpuTensor::F16(copied::<f16>(what, view)?),
+            ElementType::Bf16 => CpuTensor::Bf16(copied::<bf16>(what, view)?),
         })
     }
 
@@ -78,14 +78,17 @@ impl Host for Cpu {
     }
 }
 
-/// The elements of a tensor on the host, in the order of its dimensions.
-fn copied<T: Copy>(view: &View) -> Vec<T> {
-    let mut all = Vec::with_capacity(view.elements());
+/// The elements of a tensor on the host, in the order of its dimensions. A tensor of strides of 0 may have more of them
+/// than there is memory.
+fn copied<T: Copy>(what: &str, view: &View) -> PyResult<Vec<T>> {
+    let (elements, mut all) = (view.elements(), Vec::new());
+    all.try_reserve_exact(elements)
+        .map_err(|_| wrong_tensor(what, format!("there is no memory for a copy of its {elements} elements")))?;
     view.runs(|address, elements| {
         // SAFETY: the owner of the view keeps these elements, of this type and alignment, and the interpreter is held.
         all.extend_from_slice(unsafe { std::slice::from_raw_parts(address as *const T, elements) });
     });
-    all
+    Ok(all)
 }
 
 fn written<T: Copy>(from: &[T], view: &View) -> PyResult<()> {

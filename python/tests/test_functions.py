@@ -54,6 +54,9 @@ def test_what_functions_refuse():
         kvpack.quantize(keys[0], keys[0], "f16")
     with pytest.raises(kvpack.TensorError, match="values"):
         kvpack.quantize(keys, keys[:2], "f16")
+    huge = np.broadcast_to(keys[:1], (1 << 45, 2, 64))
+    with pytest.raises(kvpack.TensorError, match="no memory"):
+        kvpack.quantize(huge, huge, "f16")
     with pytest.raises(kvpack.Error, match="evicts"):
         kvpack.quantize(keys, keys, "h2o:0.2/f16")
     with pytest.raises(kvpack.TensorError, match="nan|NaN"):
