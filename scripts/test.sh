@@ -107,11 +107,10 @@ three_at_a_time() { # functions...
 # which would wait for whatever else cargo builds meanwhile.
 programs="$logs/programs.tsv"
 
-# The example for CUDA is checked by clippy and runs nowhere here.
+# Without names of targets: `--example` would build an example as a test program, and not as what the stages run.
 build() {
     local messages="$logs/build.json"
-    cargo test --locked --workspace --no-run --lib --bins --tests --example engine_integration --example serving \
-        --message-format=json-render-diagnostics >"$messages" || return
+    cargo test --locked --workspace --no-run --message-format=json-render-diagnostics >"$messages" || return
     # Unit tests are named after their crate, and a program of the same name as a library has "-bin" behind it.
     sed -n -e '/"profile":{[^}]*"test":true}/!d' -e 's/"kind":\["bin"\]\(.*\)"name":"\([^"]*\)"/\1"name":"\2-bin"/' \
         -e 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\2\t\1\t\3/p' \
