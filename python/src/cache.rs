@@ -124,14 +124,7 @@ impl<B: Host> Shared<B> {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = queries.py();
         let (q, view) = self.queries(queries)?;
-        let out = out.map_or_else(|| new_like(queries, &view.shape, view.element), Ok)?;
-        let to = View::of("out", &out, self.host.stream_handle())?;
-        to.check_place("out", self.host.place())?;
-        to.check_output("out")?;
-        if to.shape != view.shape {
-            let reason = format!("its shape is {:?}; it must be that of the queries, {:?}", to.shape, view.shape);
-            return Err(wrong_tensor("out", reason));
-        }
+        let (out, to) = view.output(queries, out, self.host.stream_handle())?;
         let mut output = self.host.output(&to)?;
         self.call(py, |state| {
             state.check_step(step)?;

@@ -4,7 +4,7 @@ use pyo3::PyErr;
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 
-create_exception!(kvpack, Error, PyException, "An error of kvpack. Its text says what was given and what is allowed.");
+create_exception!(kvpack, Error, PyException, "An error of kvpack. The text says what was given and what is allowed.");
 create_exception!(kvpack, NoRoom, Error, "The budget or the device has too little room. The cache is as it was.");
 create_exception!(
     kvpack,

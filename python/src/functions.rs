@@ -82,8 +82,8 @@ pub fn dequantize<'py>(py: Python<'py>, packed: &Packed) -> PyResult<(Bound<'py,
 }
 
 /// The run of all rows of queries.
-fn run_of(rows: usize, causal: &str) -> PyResult<QueryRun> {
-    let visible = match causal {
+fn run_of(rows: usize, visible: &str) -> PyResult<QueryRun> {
+    let visible = match visible {
         "all" => Visible::All,
         "causal" => Visible::Causal,
         other => {
@@ -113,14 +113,7 @@ pub fn attend<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let (q, view) = queries_of(packed, queries)?;
     let runs = [run_of(view.shape[0], visible)?];
-    let out = out.map_or_else(|| new_like(queries, &view.shape, view.element), Ok)?;
-    let to = View::of("out", &out, None)?;
-    to.check_place("out", Place::Cpu)?;
-    to.check_output("out")?;
-    if to.shape != view.shape {
-        let reason = format!("its shape is {:?}; it must be that of the queries, {:?}", to.shape, view.shape);
-        return Err(wrong_tensor("out", reason));
-    }
+    let (out, to) = view.output(queries, out, None)?;
     let result = queries.py().detach(|| block_on(packed.cache.attend_runs(&runs, &q, to.element)));
     Cpu::new().give(&result.map_err(raised)?, &to)?;
     Ok(out)

@@ -144,15 +144,28 @@ impl View {
         self.elements() == 0 || self.shape.iter().zip(&self.strides).zip(&wanted).all(same)
     }
 
-    /// Checks an output: writable and contiguous.
-    pub fn check_output(&self, what: &str) -> PyResult<()> {
-        if self.read_only {
-            return Err(wrong_tensor(what, "it is read-only"));
+    /// The output of these queries: the caller's tensor, or a new one like them. It has their shape and device, is
+    /// writable and contiguous.
+    pub fn output<'py>(
+        &self,
+        queries: &Bound<'py, PyAny>,
+        out: Option<Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<(Bound<'py, PyAny>, Self)> {
+        let out = out.map_or_else(|| new_like(queries, &self.shape, self.element), Ok)?;
+        let to = Self::of("out", &out, stream)?;
+        to.check_place("out", self.place)?;
+        if to.read_only {
+            return Err(wrong_tensor("out", "it is read-only"));
         }
-        if !self.is_contiguous() {
-            return Err(wrong_tensor(what, format!("its strides are {:?}; it must be contiguous", self.strides)));
+        if !to.is_contiguous() {
+            return Err(wrong_tensor("out", format!("its strides are {:?}; it must be contiguous", to.strides)));
         }
-        Ok(())
+        if to.shape != self.shape {
+            let reason = format!("its shape is {:?}; it must be that of the queries, {:?}", to.shape, self.shape);
+            return Err(wrong_tensor("out", reason));
+        }
+        Ok((out, to))
     }
 
     /// Calls `each` with the address and the number of elements of every run of contiguous elements, in the order of

@@ -306,15 +306,17 @@ pub trait Attention: Storage {
 
     /// Kernel `merge_parts`: merges the states of the same queries over parts that share no tokens, into the first rows
     /// of tensors of the caller. `output` is `[rows, query_heads, head_dim]`, and its element type is used; `lse` is f32
-    /// `[rows, query_heads]`. They share no memory with the parts. It is enqueued. On CUDA it allocates nothing once it ran.
+    /// `[rows, query_heads]`. They share no memory with the parts. It is enqueued. On CUDA it allocates nothing once it
+    /// ran.
     ///
     /// Parts count in their order, so that the same parts give the same bits. A part with a log-sum-exp of −∞ is empty
     /// and has no weight, whatever its output, NaN included. If all parts are empty, the output is 0 and the log-sum-exp
     /// −∞. One part alone is copied. [`Attention::merge`] is the same with two parts in tensors of their own.
     ///
     /// # Errors
-    /// Those of [`StateParts::check`], [`Buffer`](crate::Error::Buffer) for states that are not f32,
-    /// [`Plan`](crate::Error::Plan) where a device cannot read and write tensors that share a buffer. Nothing was written.
+    /// Those of [`StateParts::check`]; [`Buffer`](crate::Error::Buffer) for states that are not f32;
+    /// [`Plan`](crate::Error::Plan) where a device cannot read and write tensors that share a buffer. Nothing was
+    /// written.
     fn merge_parts(
         &self,
         shape: &AttentionShape,

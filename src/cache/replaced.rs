@@ -118,8 +118,8 @@ impl<B: Backend + Clone> ModelCache<B> {
 type OpenReplaced<I> = (Change<I>, Sequence<I>);
 
 impl<B: Backend> LayerGroup<B> {
-    /// Opens a change that replaces the held tokens by those at these positions, one tensor for each layer, or none
-    /// where nothing is kept. Returns what was held, too.
+    /// Opens a change that replaces the held tokens by those at these positions: a tensor for each layer, or no tensor
+    /// if nothing is kept. It returns the change, and the sequence as it was.
     pub(super) fn open_replaced(
         &mut self,
         sequence: usize,

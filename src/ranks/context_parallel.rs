@@ -378,7 +378,7 @@ where
                 rejoined.truncated.push(sequence);
             }
             let kept = if least == 0 { self.cache.clear(sequence) } else { self.cut(sequence, least as usize) };
-            // Where some ranks hold what was kept and others what was held before, nothing fits together.
+            // A compression that only some ranks committed leaves shares of two different contents.
             let compressions = || of_ranks.iter().map(|of| of[sequences + sequence]);
             let most = compressions().max().unwrap_or(0);
             let parted = least > 0 && compressions().any(|of| of != most);

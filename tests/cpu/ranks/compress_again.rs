@@ -113,7 +113,7 @@ fn appended_tokens_are_counted_over_ranks() {
     }
 }
 
-/// Where one rank has no room for what is kept, or a call is wrong, every rank holds what it held.
+/// Every rank holds what it held before if one rank has no room, or if the call is wrong.
 #[test]
 fn a_compression_that_fails_changes_no_rank() {
     let layers = vec![(shape(), recipe("f16")); LAYERS];
