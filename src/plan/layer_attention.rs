@@ -73,7 +73,7 @@ impl LayerAttention {
         }
     }
 
-    /// Whether this is what a query sees that decodes.
+    /// Whether a query of a decoded token sees these tokens.
     pub(crate) fn sees_decoding(&self, visible: &Visible) -> bool {
         match self.left {
             None => *visible == Visible::All,

@@ -61,9 +61,10 @@ impl QueryPositions {
         Self::new(collected("query rows to measure", TokenCount::new(range.end())?.last(rows))?, tokens)
     }
 
-    /// The rows as a part of the context sees them, which has `keys` keys: how many rows come before the first that sees
-    /// a key of it, and the others. `keys_until` returns how many keys of the part lie before a position. Several rows
-    /// may see the same keys, so that positions within a part ascend, but not strictly. `None` if no row sees any.
+    /// The rows as positions in a part of the context that has `keys` keys. It returns how many rows come before the
+    /// first that sees a key of the part, and the other rows. `keys_until` returns how many keys of the part lie before
+    /// a position. Several rows may see the same keys, so their positions in the part may be equal. `None` if no row
+    /// sees any.
     ///
     /// # Errors
     /// [`Error::Limit`] when there are more keys than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).

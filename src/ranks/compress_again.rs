@@ -46,9 +46,9 @@ where
 
     /// Compresses a sequence again, to the policy's budget for its present length:
     /// [`ModelCache::compress_again`](crate::cache::ModelCache::compress_again). Every rank passes all queries, and
-    /// measures the keys that it holds. All ranks choose from the same statistics. The rows of kept tokens, or of all
-    /// held ones if the policy merges, are exchanged layer by layer in f32, since kept tokens are spread over the ranks
-    /// again: those whose place among the kept ones of their head is a rank's own. Waits for the others.
+    /// measures the keys that it holds. All ranks choose from the same statistics. Kept tokens are then spread over the
+    /// ranks again by their place among the kept ones of their head. For that the ranks exchange the rows of kept
+    /// tokens layer by layer in f32, or those of all held tokens if the policy merges. Waits for the others.
     ///
     /// # Errors
     /// As [`ModelCache::compress_again`](crate::cache::ModelCache::compress_again), on this rank or another

@@ -25,8 +25,8 @@ where
     }
 
     /// Stores the part of a prompt that its policy keeps, at the end of a sequence, in every layer:
-    /// [`ModelCache::compress`](crate::cache::ModelCache::compress). All ranks have the same statistics; rank 0 decides,
-    /// so that all keep the same. Of the tokens that a KV head keeps, a rank stores those whose place among them is its
+    /// [`ModelCache::compress`](crate::cache::ModelCache::compress). All ranks have the same statistics. Rank 0
+    /// decides, so that all keep the same. Of the tokens that a KV head keeps, a rank stores those whose place among them is its
     /// own by the [`Placement`](super::Placement). Where evicted tokens are merged into kept ones, every rank merges
     /// all, and stores its part. Waits for the others.
     ///

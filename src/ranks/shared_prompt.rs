@@ -52,8 +52,8 @@ impl<B: Backend> SharedPrompt<B> {
         self.observed.decide_by(policy)
     }
 
-    /// The policy's decision, once every layer was observed: [`ObservedPrompt::select`]. Works on this rank alone; the
-    /// statistics are those of all ranks.
+    /// The policy's decision, once every layer was observed: [`ObservedPrompt::select`]. It uses the
+    /// statistics of all ranks, and works on this rank alone.
     ///
     /// # Errors
     /// As [`ObservedPrompt::select`].

@@ -27,8 +27,9 @@
 //! - **Kernels one by one.** Every kernel has a plan, which is pure and checks everything that can be checked without a
 //!   device. `bind` joins the plan with buffers. `encode` records the dispatches into an open pass and does nothing else.
 //!   They pack ([`QuantizePlan`], [`DequantizePlan`], [`FindNonFinitePlan`], [`HadamardPlan`], [`KeyMeanPlan`]), merge
-//!   ([`MergePairPlan`], [`MergePartsPlan`], [`UncentreLsePlan`]) and select ([`AttentionStatsPlan`], [`TokenScoresPlan`], [`TopKPlan`],
-//!   [`GatherPlan`], [`EvictedPlan`], [`MergePlan`], [`ChunkSimilarityPlan`], [`ReorderChunksPlan`]).
+//!   ([`MergePairPlan`], [`MergePartsPlan`], [`UncentreLsePlan`]) and select ([`AttentionStatsPlan`],
+//!   [`TokenScoresPlan`], [`TopKPlan`], [`GatherPlan`], [`EvictedPlan`], [`MergePlan`], [`ChunkSimilarityPlan`],
+//!   [`ReorderChunksPlan`]).
 //! - **Compiled kernels**: [`Kernels`], [`Checks`], [`Launch`], [`Launches`], [`Variant`], and their text in [`shader`].
 //! - **Time on the device**: [`measure`].
 

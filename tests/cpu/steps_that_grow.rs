@@ -1,5 +1,5 @@
-//! Steps of decoding whose tokens lie within the pages that sequences have: a plan that goes on from step to step is the
-//! plan of the page tables, and such steps take no memory for a part.
+//! Steps of decoding whose tokens lie in pages that sequences have. A plan that goes on from step to step is the plan of
+//! the page tables. Such steps take no memory for a part.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -193,7 +193,8 @@ proptest! {
             }
             for sequence in 0..SEQUENCES {
                 let of = |cache: &ModelCache<Cpu>| {
-                    (cache.length(sequence).unwrap(), (0..LAYERS).map(|layer| cache.tokens(layer, sequence).unwrap()).collect::<Vec<_>>())
+                    let tokens = |layer| cache.tokens(layer, sequence).unwrap();
+                    (cache.length(sequence).unwrap(), (0..LAYERS).map(tokens).collect::<Vec<_>>())
                 };
                 prop_assert_eq!(of(&cache), of(&twin));
             }

@@ -250,8 +250,8 @@ fn known_log_sum_exps_serve_ranks() {
     }
 }
 
-/// All ranks have the same statistics, also where they were given other queries, and so all choose the same. A NaN is an
-/// error on all, and so is what one rank lacks.
+/// All ranks choose the same, because they have the same statistics, even if they were given other queries. A NaN is an
+/// error on all ranks, and so are queries of one rank that are too few.
 #[test]
 fn all_ranks_choose_the_same_or_none_does() {
     let layers = vec![(shape(), recipe("f16")); LAYERS];
