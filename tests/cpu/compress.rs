@@ -466,7 +466,7 @@ fn what_cannot_be_compressed_is_refused() {
     // A policy that does not look at the text after the image takes such a prompt.
     let mut observed = cache.observe(h2o(), ends_with_image).unwrap();
     let dense = |layer| prompt.dense(&Cpu::new(), layer);
-    let (queries, layout) = prompt.measured(&observed, &Cpu::new(), 0).unwrap();
+    let (queries, layout) = prompt.measured(observed.query_rows(), &Cpu::new(), 0).unwrap();
     let queries = TensorRows { tensor: &queries, layout };
     let measured = MeasuredQueries { queries, known_lse: None };
     let refused = observed.observe(LAYERS, dense(0), Some(measured));
@@ -517,7 +517,7 @@ fn what_cannot_be_compressed_is_refused() {
 
     // Entries are counted against the largest of their row, which a known log-sum-exp does not tell.
     let mut observed = cache.observe(Policy::vlcache(0.1).unwrap(), prompt.spans()).unwrap();
-    let (queries, layout) = prompt.measured(&observed, &Cpu::new(), 0).unwrap();
+    let (queries, layout) = prompt.measured(observed.query_rows(), &Cpu::new(), 0).unwrap();
     let lse = CpuTensor::F32(vec![1.0; 4 * layout.tokens]);
     let measured = MeasuredQueries { queries: TensorRows { tensor: &queries, layout }, known_lse: Some(&lse) };
     assert!(matches!(observed.observe(0, dense(0), Some(measured)), Err(Error::Plan { .. })));

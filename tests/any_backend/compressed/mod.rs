@@ -8,7 +8,7 @@ use kvpack::cache::{
 };
 use kvpack::cpu::{Cpu, CpuIndices};
 use kvpack::plan::{RowLayout, TokenRange};
-use kvpack::policy::{Policy, Selection, Spans};
+use kvpack::policy::{Policy, QueryPositions, Selection, Spans};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 use pollster::block_on;
 
@@ -60,11 +60,11 @@ impl Prompt {
     /// The query rows of a layer that are measured, and their layout.
     pub fn measured<B: Backend>(
         &self,
-        prompt: &ObservedPrompt<B>,
+        rows: Option<&QueryPositions>,
         backend: &B,
         layer: usize,
     ) -> Option<(B::Tensor, RowLayout)> {
-        let positions = prompt.query_rows()?.positions();
+        let positions = rows?.positions();
         let row = self.shape.query_heads() * self.shape.head_dim();
         let rows: Vec<f32> =
             positions.iter().flat_map(|&at| self.queries[layer][at as usize * row..][..row].to_vec()).collect();
@@ -89,7 +89,7 @@ impl Prompt {
         backend: &B,
         layer: usize,
     ) -> kvpack::Result<()> {
-        let measured = self.measured(prompt, backend, layer);
+        let measured = self.measured(prompt.query_rows(), backend, layer);
         let queries = measured.as_ref().map(|(tensor, layout)| TensorRows { tensor, layout: *layout });
         let queries = queries.map(|queries| MeasuredQueries { queries, known_lse: None });
         prompt.observe(layer, self.dense(backend, layer), queries)

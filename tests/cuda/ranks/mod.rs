@@ -5,6 +5,9 @@
 
 mod exchanges;
 mod killed;
+#[cfg(feature = "nccl")]
+mod nccl;
+mod policies;
 mod steps;
 
 use std::sync::{Barrier, Mutex};
