@@ -139,7 +139,7 @@ fn a_killed_bench_leaves_its_rows() {
 
 #[test]
 fn bench_times_what_it_appended() {
-    let bench = json(&["bench", "--backend", "cpu", "--suite", "append", "--format", "4-bit per", "--json"]);
+    let bench = json(&["bench", "--backend", "cpu", "--suite", "append", "--format", "V 4-bit per token", "--json"]);
     let rows = bench["rows"].as_array().expect("rows");
     for (token, packs) in [("packed", false), ("f16 window", true)] {
         let mut of_kind = rows.iter().filter(|row| row["token"] == token).peekable();

@@ -129,8 +129,8 @@ pub(super) fn read_path() -> Vec<AttendCase> {
             cases.push(case);
         }
     }
-    cases.push(unseen(Scored::Plain));
-    cases.push(unseen(Scored::Sinks));
+    cases.push(unseen(3, Scored::Plain));
+    cases.push(unseen(3, Scored::Sinks));
     cases
 }
 
@@ -148,9 +148,12 @@ pub(super) fn read_path_states() -> Vec<AttendCase> {
         })
         .collect();
     for scored in [Scored::Plain, Scored::Sinks] {
-        let case = unseen(scored);
+        let case = unseen(3, scored);
         cases.push(AttendCase { name: format!("states-{}", case.name), quick: scored == Scored::Plain, ..case });
     }
+    // As many as kernels for many queries take.
+    let many = unseen(40, Scored::Plain);
+    cases.push(AttendCase { name: format!("states-{}-40", many.name), quick: false, ..many });
     cases
 }
 
@@ -183,12 +186,12 @@ fn case(
 }
 
 /// Queries that see nothing: their window is beyond all stored tokens. Another sequence's see some.
-fn unseen(scored: Scored) -> AttendCase {
+fn unseen(rows: usize, scored: Scored) -> AttendCase {
     let name = format!("read-nothing-{}", scored.name());
     let mut case = AttendCase::new(&name, shape(4, 64), SegmentFormat::F16).lengths(&[200, 150]);
     case.segments.push(StoreCase::new(SegmentFormat::per_channel(Bits::Four)));
     case.sequences[1].push(SpanCase { segment: 1, tokens: 30 });
-    let beyond = QueryRun { end: Some(1000), ..QueryRun::new(0, 3, Visible::Window { left: 7 }) };
+    let beyond = QueryRun { end: Some(1000), ..QueryRun::new(0, rows, Visible::Window { left: 7 }) };
     case.queries = Queries::Runs(vec![beyond, QueryRun::new(1, 2, Visible::Window { left: 9 })]);
     case.scoring = scored.of(&case);
     case.quick = scored == Scored::Sinks;
