@@ -1,5 +1,5 @@
 """Every call on tensors of PyTorch on a card, against float64. Needs an NVIDIA GPU, PyTorch and a wheel with the
-feature cuda: ``scripts/python.sh cuda``."""
+feature cuda, by hand: ``python -m pytest test_cuda.py``."""
 
 import gc
 import os

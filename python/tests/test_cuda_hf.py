@@ -1,4 +1,4 @@
-"""Models of transformers in half precision on a card, small and with random weights: ``scripts/python.sh cuda``."""
+"""Models of transformers in half precision on a card, small and with random weights; by hand."""
 
 import copy
 
