@@ -264,7 +264,8 @@ def main():
                     try:
                         end_to_end(model, batch, tokens, given.steps, recipe, argument)
                     except (torch.cuda.OutOfMemoryError, kvpack.NoRoom) as full:
-                        print(f"model | {batch} × {tokens} | {recipe or 'DynamicCache'} | {str(full)[:100]}", flush=True)
+                        name = recipe or "DynamicCache"
+                        print(f"model | {batch} × {tokens} | {name} | {str(full)[:100]}", flush=True)
                     torch.cuda.empty_cache()
 
 

@@ -40,7 +40,8 @@ class _Plan:
         given = (None if scaling is None else float(scaling), sliding_window, softcap, s_aux is not None)
         known = (self.scale, self.windows[layer], self.soft_cap, self.sinks[layer] is not None)
         if given != known and given != (None, *known[1:]):
-            raise kvpack.Error(f"layer {layer} attends with (scale, window, cap, sinks) {given}; its model says {known}")
+            text = f"layer {layer} attends with (scale, window, cap, sinks) {given}"
+            raise kvpack.Error(f"{text}; its model says {known}")
 
     def options(self):
         sinks = [None if sinks is None else sinks.detach().float().tolist() for sinks in self.sinks]

@@ -60,7 +60,8 @@ def test_logits_have_the_noise_of_the_type(models, rows, tokens):
                          **({CACHE: cache} if cache is not None else {}))
             parts, cache = [held.logits], getattr(held, CACHE)
             for token in range(tokens, tokens + 4):
-                parts.append(model(ids[:, token:token + 1], attention_mask=mask[:, :token + 1], **{CACHE: cache}).logits)
+                found = model(ids[:, token:token + 1], attention_mask=mask[:, :token + 1], **{CACHE: cache})
+                parts.append(found.logits)
         return torch.cat(parts, 1).float().masked_fill(~seen, 0)
 
     wanted, own = logits(whole), logits(half)

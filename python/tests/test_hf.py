@@ -106,12 +106,14 @@ def test_beams_are_those_of_the_model(model):
 def logits_of_parts(model, ids, mask, first, cache=None):
     """Logits of the tokens from ``first`` on, after a forward pass of those before. Returns them and the cache."""
     with torch.no_grad():
-        held = model(ids[:, :first], attention_mask=mask[:, :first], use_cache=True, **({CACHE: cache} if cache is not None else {}))
+        given = {} if cache is None else {CACHE: cache}
+        held = model(ids[:, :first], attention_mask=mask[:, :first], use_cache=True, **given)
         cache = getattr(held, CACHE)
         return model(ids[:, first:], attention_mask=mask, **{CACHE: cache}).logits, cache
 
 
-@pytest.mark.parametrize("recipe, most", [("int8", 0.03), ("saw-int4", 0.3), ("kivi:4", 0.3), ("int8+layers=0:f16", 0.03)])
+@pytest.mark.parametrize("recipe, most", [("int8", 0.03), ("saw-int4", 0.3), ("kivi:4", 0.3),
+                                          ("int8+layers=0:f16", 0.03)])
 def test_packed_recipes_stay_near(model, recipe, most):
     ids, mask = prompts(2, 150)
     wanted, _ = logits_of_parts(model, ids, mask, 130)

@@ -146,9 +146,9 @@ impl StoreStep {
         Ok(())
     }
 
-    /// Binds everything for tables that name at most `tokens` tokens, of those that keys and values have, and compute no
-    /// centres unless `begins`. A layout has the capacity of the largest step so far, and blocks without work take time:
-    /// those of a prompt of 8192 tokens 20 µs.
+    /// Binds everything for tables that name at most `tokens` tokens, of those that keys and values have, and compute
+    /// no centres unless `begins`. A layout has the capacity of the largest step so far, and blocks without work take
+    /// time: those of a prompt of 8192 tokens 20 µs.
     pub(in crate::cuda) fn bind_with_room(
         &self,
         backend: &Cuda,
