@@ -34,7 +34,8 @@ FAMILIES = {
     "gemma3": (transformers.Gemma3TextConfig, dict(sliding_window=16, query_pre_attn_scalar=64,
                                                    layer_types=["sliding_attention", "sliding_attention",
                                                                 "full_attention"])),
-    "gpt_oss": (transformers.GptOssConfig, dict(sliding_window=16, num_local_experts=2, num_experts_per_tok=1,
+    # Every expert is used: where noise changes the choice of experts, outputs jump.
+    "gpt_oss": (transformers.GptOssConfig, dict(sliding_window=16, num_local_experts=2, num_experts_per_tok=2,
                                                 layer_types=["sliding_attention", "full_attention",
                                                              "sliding_attention"])),
 }
