@@ -22,6 +22,7 @@ from ._kvpack import (
     quantize,
     recipes,
 )
+from ._select import select
 
 __all__ = [
     "Cache",
@@ -39,4 +40,5 @@ __all__ = [
     "merge",
     "quantize",
     "recipes",
+    "select",
 ]

@@ -17,82 +17,111 @@ MODELS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_os
 _NAME = "kvpack"
 
 
-class PackedLayer(CacheLayerMixin):
-    """The keys and values of one layer. ``update`` keeps them until attention comes, which stores them."""
+class _Plan:
+    """How the layers of a model attend, as ``kvpack.Cache`` takes it."""
 
-    is_sliding = False
-    is_croppable = True
+    def __init__(self, config, attention):
+        layers = config.num_hidden_layers
+        self.modules = sorted(attention, key=lambda module: module.layer_idx)
+        if [module.layer_idx for module in self.modules] != list(range(layers)):
+            raise kvpack.Error(f"model '{config.model_type}': its layers of attention were not found")
+        scales = {float(module.scaling) for module in self.modules}
+        if len(scales) != 1:
+            raise kvpack.Error(f"model '{config.model_type}': its layers scale differently: {sorted(scales)}")
+        self.scale = scales.pop()
+        self.soft_cap = getattr(config, "attn_logit_softcapping", None)
+        window = getattr(config, "sliding_window", None)
+        types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+        self.windows = [window if kind == "sliding_attention" else None for kind in types]
+        self.sinks = [getattr(module, "sinks", None) for module in self.modules]
+
+    def check(self, layer, scaling, sliding_window, softcap, s_aux):
+        """The options of a call are those that the cache was made with."""
+        given = (None if scaling is None else float(scaling), sliding_window, softcap, s_aux is not None)
+        known = (self.scale, self.windows[layer], self.soft_cap, self.sinks[layer] is not None)
+        if given != known and given != (None, *known[1:]):
+            text = f"layer {layer} attends with (scale, window, cap, sinks) {given}"
+            raise kvpack.Error(f"{text}; its model says {known}")
+
+    def options(self):
+        sinks = [None if sinks is None else sinks.detach().float().tolist() for sinks in self.sinks]
+        return {"layers": len(self.windows), "scale": self.scale, "soft_cap": self.soft_cap,
+                "windows": self.windows if any(self.windows) else None,
+                "sinks": sinks if any(of is not None for of in sinks) else None}
+
+
+class _Held:
+    """The keys and values of all layers, and the step that a forward pass has open."""
 
     def __init__(self, recipe):
-        super().__init__()
         self.recipe = recipe
         self.cache = None
         self.slots = []
         self.seen = 0
-        self.pending = None
+        self.step = None
+        self.tokens = 0
+        self.new = []
 
-    def lazy_initialization(self, key_states, value_states):
-        self.is_initialized = True
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Returns the new keys and values, which know this layer: they are handles, not all that is held."""
-        if self.pending is not None:
-            raise kvpack.Error("update: the keys before were never attended to; call kvpack.hf.enable for this model")
-        self.is_initialized = True
-        self.seen += key_states.shape[-2]
-        self.pending = (key_states, value_states)
-        key_states._kvpack_layer = self
-        return key_states, value_states
-
-    def attend(self, query, mask, options):
-        """Stores what is pending and attends: queries ``[batch, heads, tokens, head_dim]``, outputs with the middle
-        dimensions exchanged."""
-        (keys, values), self.pending = self.pending, None
+    def begin(self, plan, keys, query, mask, device=None):
+        self.abandon()
         batch, heads, tokens, channels = query.shape
         if self.cache is None:
             self.cache = kvpack.Cache(
-                layers=1, query_heads=heads, kv_heads=keys.shape[1], head_dim=channels, sequences=batch,
-                recipe=self.recipe, device=str(query.device), **options,
+                query_heads=heads, kv_heads=keys.shape[1], head_dim=channels, sequences=batch, recipe=self.recipe,
+                **_device_of(device or query.device), **plan.options(),
             )
             self.slots = list(range(batch))
         if batch != len(self.slots):
             raise kvpack.Error(f"the cache holds a batch of {len(self.slots)}, and the call has {batch} rows")
-        new = _new_tokens(mask, batch, tokens)
-        runs = [slot if tokens == 1 else (slot, count) for slot, count in zip(self.slots, new) if count > 0]
-        rows = lambda x: torch.cat([x[row, :, tokens - count:].transpose(0, 1) for row, count in enumerate(new)])
-        if not runs:
-            return query.new_zeros(batch, tokens, heads, channels)
-        with self.cache.begin(runs) as step:
-            step.store(0, rows(keys.detach()).contiguous(), rows(values.detach()).contiguous())
-            packed = step.attend(0, rows(query.detach()).contiguous())
-        if all(count == tokens for count in new):
-            return packed.view(batch, tokens, heads, channels)
-        outputs = query.new_zeros(batch, tokens, heads, channels)
-        for row, part in enumerate(packed.split(new)):
-            outputs[row, tokens - new[row]:] = part
+        self.tokens, self.new = tokens, _new_tokens(mask, batch, tokens)
+        runs = [slot if tokens == 1 else (slot, count) for slot, count in zip(self.slots, self.new) if count > 0]
+        self.step = self.cache.begin(runs) if runs else None
+
+    def attend(self, layer, plan, keys, values, query, mask):
+        """Stores and attends: queries ``[batch, heads, tokens, head_dim]``, outputs with the middle dimensions
+        exchanged. The first layer opens a step, and the last commits it."""
+        if layer == 0:
+            self.begin(plan, keys, query, mask)
+        elif self.tokens != query.shape[2] or len(self.slots) != query.shape[0]:
+            raise kvpack.Error(f"layer {layer} follows no layer 0 of the same forward pass")
+        outputs = self.of_layer(layer, keys.detach(), values.detach(), query.detach())
+        if layer + 1 == len(plan.windows):
+            if self.step is not None:
+                self.step.commit()
+            self.step, self.seen = None, self.seen + self.tokens
+            if self.tokens > 1:
+                self.cache.trim()  # of the f16 form of a prompt, which lived as long as its step
         return outputs
 
-    def get_mask_sizes(self, query_length):
-        return self.seen + query_length, 0
+    def of_layer(self, layer, keys, values, query):
+        batch, heads, tokens, channels = query.shape
+        if all(count == tokens for count in self.new):
+            rows = lambda x: x.transpose(1, 2).reshape(-1, x.shape[1], channels).contiguous()
+            packed = self.step.store_attend(layer, rows(keys), rows(values), rows(query))
+            return packed.view(batch, tokens, heads, channels)
+        outputs = query.new_zeros(batch, tokens, heads, channels)
+        if self.step is None:
+            return outputs
+        rows = lambda x: torch.cat([x[row, :, tokens - count:].transpose(0, 1) for row, count in enumerate(self.new)])
+        packed = self.step.store_attend(layer, rows(keys), rows(values), rows(query))
+        for row, part in enumerate(packed.split(self.new)):
+            outputs[row, tokens - self.new[row]:] = part
+        return outputs
 
-    def get_seq_length(self):
-        return self.seen
-
-    def get_max_length(self):
-        return -1
-
-    get_max_cache_shape = get_max_length
+    def abandon(self):
+        """Rolls back what a forward pass that failed left open."""
+        if self.step is not None:
+            self.step.abandon()
+            self.step = None
 
     def reset(self):
+        self.abandon()
         for slot in self.slots:
             self.cache.clear(slot)
-        self.seen, self.pending = 0, None
+        self.seen = 0
 
-    def reorder_cache(self, beam_idx):
-        """Row ``b`` goes on with what row ``beam_idx[b]`` holds. Beams share pages."""
-        sources = [self.slots[row] for row in beam_idx.tolist()]
-        if self.cache is None:
-            return
+    def reorder(self, rows):
+        sources = [self.slots[row] for row in rows]
         free = [slot for slot in self.slots if slot not in sources]
         for slot in free:
             self.cache.clear(slot)
@@ -106,10 +135,66 @@ class PackedLayer(CacheLayerMixin):
             slots.append(slot)
         self.slots = slots
 
+    def crop(self, tokens_to_remove):
+        self.abandon()
+        for slot in self.slots if tokens_to_remove else []:
+            self.cache.truncate(slot, self.cache.length(slot) + tokens_to_remove)
+        self.seen += tokens_to_remove
+
+
+class PackedLayer(CacheLayerMixin):
+    """One layer of a ``PackedCache``. ``update`` keeps the new keys and values until attention comes, which stores
+    them. What concerns the rows or tokens of all layers, layer 0 does for all."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, held, layer):
+        super().__init__()
+        self.held, self.layer = held, layer
+        self.pending = None
+
+    def lazy_initialization(self, key_states, value_states):
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Returns the new keys and values, which know this layer: they are handles, not all that is held."""
+        self.is_initialized = True
+        self.pending = (key_states, value_states)
+        key_states._kvpack_layer = self
+        return key_states, value_states
+
+    def attend(self, plan, query, mask):
+        pending, self.pending = self.pending, None
+        if pending is None:
+            raise kvpack.Error(f"layer {self.layer} attends a second time to the same keys")
+        return self.held.attend(self.layer, plan, *pending, query, mask)
+
+    def get_mask_sizes(self, query_length):
+        return self.held.seen + query_length, 0
+
+    def get_seq_length(self):
+        return self.held.seen
+
+    def get_max_length(self):
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self):
+        self.pending = None
+        if self.layer == 0:
+            self.held.reset()
+
+    def reorder_cache(self, beam_idx):
+        """Row ``b`` goes on with what row ``beam_idx[b]`` holds. Beams share pages."""
+        if self.layer == 0 and self.held.cache is not None:
+            self.held.reorder(beam_idx.tolist())
+
     def batch_select_indices(self, indices):
-        rows = torch.arange(len(self.slots))[indices.cpu()]
-        if len(rows) != len(self.slots):
-            given = f"{len(rows)} of {len(self.slots)} were selected"
+        rows = torch.arange(len(self.held.slots))[indices.cpu()]
+        if len(rows) != len(self.held.slots):
+            given = f"{len(rows)} of {len(self.held.slots)} were selected"
             raise kvpack.Error(f"a packed cache keeps the rows of its batch: {given}")
         self.reorder_cache(rows)
 
@@ -120,23 +205,24 @@ class PackedLayer(CacheLayerMixin):
         """Drops the newest ``-tokens_to_remove`` tokens."""
         if tokens_to_remove > 0:
             raise kvpack.Error("crop: give the number of tokens to remove, as a negative number")
-        for slot in self.slots if tokens_to_remove else []:
-            self.cache.truncate(slot, self.cache.length(slot) + tokens_to_remove)
-        self.seen += tokens_to_remove
+        if self.layer == 0:
+            self.held.crop(tokens_to_remove)
 
 
 class PackedCache(Cache):
-    """A cache whose layers are packed by a recipe."""
+    """A cache whose layers are packed by a recipe: one ``kvpack.Cache`` of all layers, ``held.cache``."""
 
     def __init__(self, recipe):
         _check_recipe(recipe)
         self.recipe = str(recipe)
-        super().__init__(layer_class_to_replicate=lambda: PackedLayer(self.recipe))
+        self.held = _Held(self.recipe)
+        super().__init__(layer_class_to_replicate=lambda: PackedLayer(self.held, len(self.layers)))
 
     def memory(self):
-        """Bytes of all layers: ``allocated_bytes``, ``in_use_bytes``."""
-        memories = [layer.cache.memory() for layer in self.layers if layer.cache is not None]
-        return {name: sum(memory[name] for memory in memories) for name in ("allocated_bytes", "in_use_bytes")}
+        """Bytes of all layers, as ``kvpack.Cache.memory``."""
+        if self.held.cache is None:
+            return {"allocated_bytes": 0, "in_use_bytes": 0, "bits_per_element": 0.0, "stores": []}
+        return self.held.cache.memory()
 
 
 def enable(model, recipe):
@@ -148,9 +234,13 @@ def enable(model, recipe):
     if config.model_type not in MODELS:
         raise kvpack.Error(f"model '{config.model_type}': kvpack.hf knows {', '.join(MODELS)}")
     _check_recipe(recipe)
+    is_attention = lambda module: hasattr(module, "layer_idx") and hasattr(module, "scaling")
+    plan = _Plan(config, [module for module in model.modules() if is_attention(module)])
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     disable(model)
+    for module in plan.modules:
+        module._kvpack_plan = plan
     model._kvpack_attention = config._attn_implementation
     model.set_attn_implementation(_NAME)
     prepare = type(model)._prepare_cache_for_generation
@@ -172,6 +262,9 @@ def disable(model):
         del model._prepare_cache_for_generation
         model.set_attn_implementation(model._kvpack_attention)
         del model._kvpack_attention
+        for module in model.modules():
+            if hasattr(module, "_kvpack_plan"):
+                del module._kvpack_plan
     return model
 
 
@@ -179,9 +272,15 @@ def _check_recipe(recipe):
     if kvpack.Recipe(str(recipe)).evicts:
         hint = "it evicts tokens, and here all are kept; leave out what is before the slash"
         raise kvpack.Error(f"recipe {recipe}: {hint}")
-    if "layers=" in str(recipe):
-        raise kvpack.Error(f"recipe '{recipe}': kvpack.hf stores all layers alike; leave out 'layers='")
-    kvpack.Cache(layers=1, kv_heads=1, head_dim=64, recipe=str(recipe))
+
+
+def _device_of(device):
+    """The device and the stream that it works on now: a cache gives memory back in the order of that stream."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return {"device": str(device)}
+    stream = torch.cuda.current_stream(device)
+    return {"device": f"cuda:{stream.device_index}", "stream": stream.cuda_stream}
 
 
 def _mask(*args, attention_mask=None, use_vmap=False, **kwargs):
@@ -210,6 +309,6 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         raise kvpack.Error("a forward pass of a packed model needs a packed cache: pass kvpack.hf.PackedCache(recipe)")
     if dropout:
         raise kvpack.Error("kvpack computes no dropout; call model.eval()")
-    options = {"scale": scaling, "soft_cap": softcap, "windows": None if sliding_window is None else [sliding_window],
-               "sinks": None if s_aux is None else [s_aux.detach().float().tolist()]}
-    return layer.attend(query, attention_mask, options), None
+    plan = module._kvpack_plan
+    plan.check(layer.layer, scaling, sliding_window, softcap, s_aux)
+    return layer.attend(plan, query, attention_mask), None

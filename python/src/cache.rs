@@ -1,6 +1,7 @@
 //! A cache on one backend, behind a lock that is taken while the interpreter is free.
 
-use std::sync::{Mutex, PoisonError};
+use std::any::Any;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvpack::backend::TensorRows;
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, SwappedSequence, TokenRun};
@@ -11,7 +12,7 @@ use pollster::block_on;
 use pyo3::prelude::*;
 
 use crate::errors::{raised, wrong_tensor};
-use crate::host::Host;
+use crate::host::{Host, LayerRows, Prepared};
 use crate::view::{View, new_like};
 use kvpack::plan::ElementType;
 
@@ -24,9 +25,28 @@ pub struct Shared<B: Host> {
 
 pub struct State<B: Host> {
     pub cache: ModelCache<B>,
-    /// The number of the open step. A step of another number is over.
-    open: Option<u64>,
+    open: Option<Open<B>>,
+    /// Steps so far.
     steps: u64,
+    host: B::State,
+}
+
+/// The open step. A step of another number is over.
+struct Open<B: Host> {
+    number: u64,
+    rows: usize,
+    prepared: Option<Prepared<B::Prepared>>,
+    /// Which layers have stored their tokens by launches of the prepared step.
+    stored: Vec<bool>,
+}
+
+/// A step that was opened.
+pub struct Opened {
+    pub number: u64,
+    /// The class of a prepared step, and whether a graph of it has to be captured again.
+    pub graph: Option<(u64, bool)>,
+    /// Keeps the memory of its launches alive.
+    pub _memory: Option<Box<dyn Any + Send + Sync>>,
 }
 
 /// Keys, values and measured queries of a layer of a prompt.
@@ -42,27 +62,97 @@ fn refuse<T>(what: &'static str, reason: impl Into<String>) -> Result<T> {
     Err(Error::Plan { what, reason: reason.into() })
 }
 
-impl<B: Host> State<B> {
-    fn check_step(&self, number: u64) -> Result<()> {
-        if self.open == Some(number) {
-            return Ok(());
+impl StepRuns {
+    fn rows(&self) -> usize {
+        match self {
+            Self::Append(runs) => runs.iter().map(|run| run.tokens()).fold(0, usize::saturating_add),
+            Self::Attend(runs) => runs.iter().map(|run| run.queries).fold(0, usize::saturating_add),
         }
-        refuse("step", "it was committed or abandoned; begin another")
+    }
+}
+
+impl<B: Host> State<B> {
+    fn open_step(&self, number: u64) -> Result<&Open<B>> {
+        match &self.open {
+            Some(open) if open.number == number => Ok(open),
+            _ => refuse("step", "it was committed or abandoned; begin another"),
+        }
+    }
+
+    /// The open step, whose layers are launched from now on by calls of the cache.
+    fn check_step(&mut self, number: u64) -> Result<()> {
+        let open = self.open_step(number)?;
+        if open.stored.contains(&true) {
+            for part in self.cache.open_steps()? {
+                part.layers.iter().filter(|&&layer| open.stored[layer]).for_each(|&layer| part.stored.mark(layer));
+            }
+        }
+        Ok(())
+    }
+
+    /// Launches a layer of a prepared step; false if the step is none.
+    fn launch(&mut self, host: &B, number: u64, current: u64, layer: usize, rows: &LayerRows<'_>) -> PyResult<bool> {
+        self.open_step(number).map_err(raised)?;
+        let Self { open: Some(open), host: state, .. } = self else { return Ok(false) };
+        let Some(prepared) = &open.prepared else { return Ok(false) };
+        let Some(stored) = open.stored.get_mut(layer) else { return Ok(false) };
+        let given = match rows {
+            LayerRows::Store { keys, .. } | LayerRows::Both { keys, .. } => keys.shape[0],
+            LayerRows::Attend { queries, .. } => queries.shape[0],
+        };
+        if given != open.rows || (!rows.stores() && !*stored) {
+            return Ok(false); // the call of the cache says what is wrong
+        }
+        host.launch(state, current, &prepared.launches, layer, rows)?;
+        *stored |= rows.stores();
+        Ok(true)
     }
 }
 
 impl<B: Host> Shared<B> {
     pub fn new(host: B, cache: ModelCache<B>, shape: AttentionShape) -> Self {
-        Self { host, shape, state: Mutex::new(State { cache, open: None, steps: 0 }) }
+        let state = State { cache, open: None, steps: 0, host: host.state() };
+        Self { host, shape, state: Mutex::new(state) }
     }
 
-    /// Calls the library while other threads of Python run.
+    fn lock(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls what the library does on the host alone, while other threads of Python run.
+    pub fn look<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut State<B>) -> Result<R> + Send) -> PyResult<R> {
+        py.detach(|| work(&mut self.lock())).map_err(raised)
+    }
+
+    /// Calls the library, in the order of the caller's current stream, while other threads of Python run.
     pub fn call<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut State<B>) -> Result<R> + Send) -> PyResult<R> {
-        py.detach(|| work(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))).map_err(raised)
+        self.call_on(py, self.host.current_stream(py), |state| work(state).map_err(raised))
     }
 
-    /// Opens a step and returns its number.
-    pub fn begin(&self, py: Python<'_>, runs: &StepRuns) -> PyResult<u64> {
+    fn call_on<R: Send>(
+        &self,
+        py: Python<'_>,
+        current: u64,
+        work: impl FnOnce(&mut State<B>) -> PyResult<R> + Send,
+    ) -> PyResult<R> {
+        py.detach(|| {
+            let mut state = self.lock();
+            self.host.enter(&mut state.host, current).map_err(raised)?;
+            let done = work(&mut state);
+            self.host.leave(&mut state.host).map_err(raised)?;
+            done
+        })
+    }
+
+    /// The stream that the contents of tensors are ordered on: PyTorch's, or the backend's through DLPack.
+    fn stream_of(&self, py: Python<'_>, views: &[&View]) -> u64 {
+        let of_torch = views.iter().all(|view| view.of_torch);
+        let own = self.host.stream_handle().filter(|_| !of_torch);
+        own.unwrap_or_else(|| self.host.current_stream(py))
+    }
+
+    /// Opens a step.
+    pub fn begin(&self, py: Python<'_>, runs: &StepRuns) -> PyResult<Opened> {
         self.call(py, |state| {
             match runs {
                 StepRuns::Append(runs) => {
@@ -71,47 +161,101 @@ impl<B: Host> Shared<B> {
                 }
                 StepRuns::Attend(runs) => state.cache.begin_attend(runs)?,
             }
+            let rows = runs.rows();
+            let prepared = self.host.prepared(&mut state.host, &state.cache, rows);
+            let prepared = prepared.inspect_err(|_| state.cache.abandon())?;
             state.steps += 1;
-            state.open = Some(state.steps);
-            Ok(state.steps)
+            let graph = prepared.as_ref().map(|prepared| (prepared.class, prepared.bound_anew));
+            let memory = prepared.as_ref().map(|prepared| Box::new(prepared.launches.clone()) as _);
+            let stored = vec![matches!(runs, StepRuns::Attend(_)); state.cache.layers()];
+            state.open = Some(Open { number: state.steps, rows, prepared, stored });
+            Ok(Opened { number: state.steps, graph, _memory: memory })
         })
     }
 
+    /// Allocates what runs need in every layer.
+    pub fn reserve(&self, py: Python<'_>, runs: &[TokenRun]) -> PyResult<()> {
+        self.call(py, |state| {
+            (0..state.cache.layers()).try_for_each(|layer| {
+                let room = state.cache.room_for_append(layer, runs)?;
+                block_on(state.cache.reserve_kind(layer, &room))
+            })
+        })
+    }
+
+    /// Compiles what steps need.
+    pub fn prepare(&self, py: Python<'_>, longest: usize) -> PyResult<()> {
+        self.call(py, |state| self.host.prepare(&mut state.host, &state.cache, longest))
+    }
+
+    /// Notes that a graph of a prepared step was replayed for this one.
+    pub fn replayed(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.look(py, |state| {
+            state.open_step(step)?;
+            match &mut state.open {
+                Some(open) if open.prepared.is_some() => open.stored.fill(true),
+                _ => return refuse("step", "its 'graph' is None: no graph stores it; call store for every layer"),
+            }
+            Ok(())
+        })
+    }
+
+    /// Launches a layer of a prepared step; false if the step is none, and the calls of the cache are to be made.
+    fn launch(&self, py: Python<'_>, step: u64, layer: usize, rows: &LayerRows<'_>) -> PyResult<bool> {
+        let views = match rows {
+            LayerRows::Store { keys, values } => vec![*keys, *values],
+            LayerRows::Attend { queries, out } => vec![*queries, *out],
+            LayerRows::Both { keys, values, queries, out } => vec![*keys, *values, *queries, *out],
+        };
+        let current = self.stream_of(py, &views);
+        py.detach(|| self.lock().launch(&self.host, step, current, layer, rows))
+    }
+
     /// Keys or values `[tokens, kv_heads, head_dim]`.
-    fn rows(&self, what: &str, tensor: &Bound<'_, PyAny>) -> PyResult<(B::Tensor, usize)> {
+    fn rows(&self, what: &str, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
         let view = View::of(what, tensor, self.host.stream_handle())?;
         view.check_place(what, self.host.place())?;
-        let rest = [self.shape.kv_heads(), self.shape.head_dim()];
-        let tokens = view.check_shape(what, "[tokens, kv_heads, head_dim]", &rest)?;
-        Ok((self.host.take(what, &view)?, tokens))
+        view.check_shape(what, "[tokens, kv_heads, head_dim]", &[self.shape.kv_heads(), self.shape.head_dim()])?;
+        Ok(view)
     }
 
     /// Keys and values of as many tokens.
-    fn pair(&self, keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<(B::Tensor, B::Tensor, RowLayout)> {
-        let ((k, tokens), (v, others)) = (self.rows("keys", keys)?, self.rows("values", values)?);
-        if tokens != others {
-            return Err(wrong_tensor("values", format!("they have {others} tokens; the keys have {tokens}")));
+    fn pair(&self, keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<[View; 2]> {
+        let (k, v) = (self.rows("keys", keys)?, self.rows("values", values)?);
+        if k.shape[0] != v.shape[0] {
+            let reason = format!("they have {} tokens; the keys have {}", v.shape[0], k.shape[0]);
+            return Err(wrong_tensor("values", reason));
         }
-        Ok((k, v, RowLayout::token_major(tokens, &self.shape)))
+        Ok([k, v])
+    }
+
+    fn take_pair(&self, [keys, values]: &[View; 2]) -> PyResult<(B::Tensor, B::Tensor, RowLayout)> {
+        let rows = RowLayout::token_major(keys.shape[0], &self.shape);
+        Ok((self.host.take("keys", keys)?, self.host.take("values", values)?, rows))
     }
 
     /// Queries `[rows, query_heads, head_dim]`.
-    fn queries(&self, tensor: &Bound<'_, PyAny>) -> PyResult<(B::Tensor, View)> {
+    fn queries(&self, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
         let view = View::of("queries", tensor, self.host.stream_handle())?;
         view.check_place("queries", self.host.place())?;
-        view.check_shape("queries", "[rows, query_heads, head_dim]", &self.query_row())?;
-        Ok((self.host.take("queries", &view)?, view))
-    }
-
-    fn query_row(&self) -> [usize; 2] {
-        [self.shape.query_heads(), self.shape.head_dim()]
+        let rest = [self.shape.query_heads(), self.shape.head_dim()];
+        view.check_shape("queries", "[rows, query_heads, head_dim]", &rest)?;
+        Ok(view)
     }
 
     pub fn store(&self, step: u64, layer: usize, keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
-        let (k, v, rows) = self.pair(keys, values)?;
-        self.call(keys.py(), |state| {
-            state.check_step(step)?;
-            block_on(state.cache.store(layer, rows, &k, &v))
+        self.store_views(keys.py(), step, layer, &self.pair(keys, values)?)
+    }
+
+    fn store_views(&self, py: Python<'_>, step: u64, layer: usize, pair: &[View; 2]) -> PyResult<()> {
+        let [keys, values] = pair;
+        if self.launch(py, step, layer, &LayerRows::Store { keys, values })? {
+            return Ok(());
+        }
+        let (k, v, rows) = self.take_pair(pair)?;
+        self.call_on(py, self.stream_of(py, &[keys, values]), |state| {
+            state.check_step(step).map_err(raised)?;
+            block_on(state.cache.store(layer, rows, &k, &v)).map_err(raised)
         })
     }
 
@@ -122,15 +266,40 @@ impl<B: Host> Shared<B> {
         queries: &Bound<'py, PyAny>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = queries.py();
-        let (q, view) = self.queries(queries)?;
+        let view = self.queries(queries)?;
         let (out, to) = view.output(queries, out, self.host.stream_handle())?;
-        let mut output = self.host.output(&to)?;
-        self.call(py, |state| {
-            state.check_step(step)?;
-            block_on(state.cache.attend_into(layer, &q, &mut output))
+        self.attend_views(queries.py(), step, layer, &view, &to)?;
+        Ok(out)
+    }
+
+    fn attend_views(&self, py: Python<'_>, step: u64, layer: usize, queries: &View, out: &View) -> PyResult<()> {
+        if self.launch(py, step, layer, &LayerRows::Attend { queries, out })? {
+            return Ok(());
+        }
+        let q = self.host.take("queries", queries)?;
+        let mut output = self.host.output(out)?;
+        self.call_on(py, self.stream_of(py, &[queries, out]), |state| {
+            state.check_step(step).map_err(raised)?;
+            block_on(state.cache.attend_into(layer, &q, &mut output)).map_err(raised)
         })?;
-        self.host.give(&output, &to)?;
+        self.host.give(&output, out)
+    }
+
+    /// Stores and attends.
+    pub fn store_attend<'py>(
+        &self,
+        step: u64,
+        layer: usize,
+        [keys, values, queries]: [&Bound<'py, PyAny>; 3],
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, pair, view) = (keys.py(), self.pair(keys, values)?, self.queries(queries)?);
+        let (out, to) = view.output(queries, out, self.host.stream_handle())?;
+        let both = LayerRows::Both { keys: &pair[0], values: &pair[1], queries: &view, out: &to };
+        if pair[0].shape[0] != view.shape[0] || !self.launch(py, step, layer, &both)? {
+            self.store_views(py, step, layer, &pair)?;
+            self.attend_views(py, step, layer, &view, &to)?;
+        }
         Ok(out)
     }
 
@@ -140,29 +309,26 @@ impl<B: Host> Shared<B> {
         layer: usize,
         queries: &Bound<'py, PyAny>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let (q, view) = self.queries(queries)?;
-        let states = self.call(queries.py(), |state| {
-            state.check_step(step)?;
-            block_on(state.cache.attend_states(layer, &q))
+        let view = self.queries(queries)?;
+        let new = |shape: &[usize]| {
+            let new = new_like(queries, shape, ElementType::F32)?;
+            let view = View::of("result", &new, self.host.stream_handle())?;
+            Ok::<_, PyErr>((new, view))
+        };
+        let ((outputs, to), (lse, to_lse)) = (new(&view.shape)?, new(&view.shape[..2])?);
+        let q = self.host.take("queries", &view)?;
+        let py = queries.py();
+        self.call_on(py, self.stream_of(py, &[&view, &to, &to_lse]), |state| {
+            state.check_step(step).map_err(raised)?;
+            let states = block_on(state.cache.attend_states(layer, &q)).map_err(raised)?;
+            self.host.copy(&states.outputs, &to)?;
+            self.host.copy(&states.lse, &to_lse)
         })?;
-        let outputs = self.result(queries, &view.shape, &states.outputs)?;
-        Ok((outputs, self.result(queries, &view.shape[..2], &states.lse)?))
-    }
-
-    /// An f32 result in a new tensor of the caller's library.
-    fn result<'py>(
-        &self,
-        like: &Bound<'py, PyAny>,
-        shape: &[usize],
-        tensor: &B::Tensor,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let new = new_like(like, shape, ElementType::F32)?;
-        self.host.copy(tensor, &View::of("result", &new, self.host.stream_handle())?)?;
-        Ok(new)
+        Ok((outputs, lse))
     }
 
     pub fn commit(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        self.call(py, |state| {
+        self.look(py, |state| {
             state.check_step(step)?;
             state.cache.commit()?;
             state.open = None;
@@ -172,8 +338,8 @@ impl<B: Host> Shared<B> {
 
     /// Rolls the open step back; `None`: whichever it is.
     pub fn abandon(&self, py: Python<'_>, step: Option<u64>) -> PyResult<()> {
-        self.call(py, |state| {
-            if step.is_none() || state.open == step {
+        self.look(py, |state| {
+            if step.is_none() || state.open.as_ref().map(|open| open.number) == step {
                 state.cache.abandon();
                 state.open = None;
             }
@@ -218,7 +384,8 @@ impl<B: Host> Shared<B> {
         let mut tensors = Vec::with_capacity(layers.len());
         for (keys, values, queries) in layers {
             let queries = queries.as_ref().map(|queries| self.queries(queries)).transpose()?;
-            tensors.push((self.pair(keys, values)?, queries.map(|(q, view)| (q, view.shape[0]))));
+            let queries = queries.map(|view| Ok::<_, PyErr>((self.host.take("queries", &view)?, view.shape[0])));
+            tensors.push((self.take_pair(&self.pair(keys, values)?)?, queries.transpose()?));
         }
         let shape = self.shape;
         self.call(py, |state| {
@@ -251,7 +418,7 @@ impl<B: Host> Shared<B> {
     ) -> PyResult<()> {
         let mut dense = Vec::with_capacity(layers.len());
         for (keys, values) in layers {
-            let (keys, values, rows) = self.pair(keys, values)?;
+            let (keys, values, rows) = self.take_pair(&self.pair(keys, values)?)?;
             dense.push(DenseLayer { rows, keys, values });
         }
         self.call(py, |state| {

@@ -91,7 +91,7 @@ pub fn view(what: &str, tensor: &Bound<'_, PyAny>, stream: Option<u64>) -> PyRes
         list(found.strides).into_iter().map(|n| n as isize).collect()
     };
     let address = (found.data as usize).wrapping_add(found.byte_offset as usize);
-    Ok(View { address, shape, strides, element, place, read_only, owner: capsule.unbind() })
+    Ok(View { address, shape, strides, element, place, read_only, of_torch: false, owner: capsule.unbind() })
 }
 
 /// The tensor in a capsule.

@@ -1,13 +1,40 @@
 //! Backends: how each takes the tensors of the caller, and gives results back.
 
+use std::convert::Infallible;
+
 use half::{bf16, f16};
+use kvpack::Result;
 use kvpack::backend::Backend;
+use kvpack::cache::ModelCache;
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, Elements};
-use pyo3::PyResult;
+use pyo3::prelude::*;
 
 use crate::errors::wrong_tensor;
 use crate::view::{Place, View};
+
+/// A step whose tables are on the device: its layers are launched without an upload or an allocation.
+pub struct Prepared<L> {
+    /// The launches. They keep alive what a graph of them reads and writes.
+    pub launches: L,
+    /// Steps of the same number have the same launches.
+    pub class: u64,
+    /// Whether memory was bound anew, so that a graph of this class has to be captured again.
+    pub bound_anew: bool,
+}
+
+/// The tensors of one call of a layer.
+pub enum LayerRows<'a> {
+    Store { keys: &'a View, values: &'a View },
+    Attend { queries: &'a View, out: &'a View },
+    Both { keys: &'a View, values: &'a View, queries: &'a View, out: &'a View },
+}
+
+impl LayerRows<'_> {
+    pub const fn stores(&self) -> bool {
+        !matches!(self, Self::Attend { .. })
+    }
+}
 
 /// A backend that the module has.
 pub trait Host:
@@ -17,8 +44,46 @@ pub trait Host:
     + Sync
     + 'static
 {
+    /// What a cache keeps of streams and steps.
+    type State: Send;
+    /// The launches of a prepared step.
+    type Prepared: Clone + Send + Sync + 'static;
+
     /// Where its tensors lie.
     fn place(&self) -> Place;
+
+    /// The state of a new cache.
+    fn state(&self) -> Self::State;
+
+    /// The handle of the stream that the caller works on now.
+    fn current_stream(&self, py: Python<'_>) -> u64;
+
+    /// Orders the backend's stream behind the caller's current one.
+    fn enter(&self, state: &mut Self::State, current: u64) -> Result<()>;
+
+    /// Orders the caller's stream of `enter` behind the backend's.
+    fn leave(&self, state: &mut Self::State) -> Result<()>;
+
+    /// Compiles what steps of up to `longest` tokens of a sequence need.
+    fn prepare(&self, state: &mut Self::State, cache: &ModelCache<Self>, longest: usize) -> Result<()>;
+
+    /// Prepares the open step of a cache, if its layers can be launched without more.
+    fn prepared(
+        &self,
+        state: &mut Self::State,
+        cache: &ModelCache<Self>,
+        rows: usize,
+    ) -> Result<Option<Prepared<Self::Prepared>>>;
+
+    /// Launches a layer of a prepared step on the caller's current stream.
+    fn launch(
+        &self,
+        state: &mut Self::State,
+        current: u64,
+        launches: &Self::Prepared,
+        layer: usize,
+        rows: &LayerRows<'_>,
+    ) -> PyResult<()>;
 
     /// The stream that producers of tensors have to order their work before; none on the host.
     fn stream_handle(&self) -> Option<u64>;
@@ -37,6 +102,35 @@ pub trait Host:
 }
 
 impl Host for Cpu {
+    type State = ();
+    type Prepared = Infallible;
+
+    fn state(&self) {}
+
+    fn current_stream(&self, _: Python<'_>) -> u64 {
+        0
+    }
+
+    fn enter(&self, (): &mut (), _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn leave(&self, (): &mut ()) -> Result<()> {
+        Ok(())
+    }
+
+    fn prepare(&self, (): &mut (), _: &ModelCache<Self>, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn prepared(&self, (): &mut (), _: &ModelCache<Self>, _: usize) -> Result<Option<Prepared<Infallible>>> {
+        Ok(None)
+    }
+
+    fn launch(&self, (): &mut (), _: u64, never: &Infallible, _: usize, _: &LayerRows<'_>) -> PyResult<()> {
+        match *never {}
+    }
+
     fn place(&self) -> Place {
         Place::Cpu
     }

@@ -8,6 +8,7 @@ mod errors;
 mod functions;
 mod host;
 mod python_cache;
+mod torch;
 mod view;
 
 use pyo3::prelude::*;

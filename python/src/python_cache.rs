@@ -7,7 +7,7 @@ use kvpack::{AttentionShape, Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::cache::{HeldSpan, PromptLayer, Shared, StepRuns, spans_of};
+use crate::cache::{HeldSpan, Opened, PromptLayer, Shared, StepRuns, spans_of};
 use crate::errors::raised;
 use crate::host::Host;
 use crate::new_array;
@@ -181,7 +181,7 @@ impl Cache {
         let shape = AttentionShape::new(query_heads.unwrap_or(kv_heads), kv_heads, head_dim).map_err(raised)?;
         let kinds = kinds(&recipe, layers, &shape, &attend).map_err(raised)?;
         let budget = budget.map_or_else(Budget::unlimited, Budget::of_bytes);
-        let held = py.detach(|| open(device, stream, &kinds, shape, sequences, budget)).map_err(raised)?;
+        let held = open(py, device, stream, &kinds, shape, sequences, budget)?;
         Ok(Self { held, recipe })
     }
 
@@ -199,6 +199,23 @@ impl Cache {
         Self::open_step(slf, &StepRuns::Attend(runs))
     }
 
+    /// Compiles the kernels that steps with up to ``longest`` tokens of a sequence need, so that no step compiles.
+    #[pyo3(signature = (longest=1))]
+    fn prepare(&self, py: Python<'_>, longest: usize) -> PyResult<()> {
+        on_backend!(&self.held, shared => shared.prepare(py, longest))
+    }
+
+    /// Allocates what these runs need, all at once and no more: as ``begin``, whose stores double when they grow.
+    fn reserve(&self, py: Python<'_>, runs: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        let runs = runs.iter().map(token_run).collect::<PyResult<Vec<_>>>()?;
+        on_backend!(&self.held, shared => shared.reserve(py, &runs))
+    }
+
+    /// Gives memory back that holds nothing: that of a prompt's f16 form, for one. Returns the number of bytes.
+    fn trim(&self, py: Python<'_>) -> PyResult<u64> {
+        on_backend!(&self.held, shared => shared.call(py, |state| state.cache.trim()))
+    }
+
     /// Rolls back the open step, if there is one.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         on_backend!(&self.held, shared => shared.abandon(py, None))
@@ -206,17 +223,17 @@ impl Cache {
 
     /// Lets the empty sequence ``target`` begin with what ``source`` holds. Pages are shared.
     fn fork(&self, py: Python<'_>, source: usize, target: usize) -> PyResult<()> {
-        on_backend!(&self.held, shared => shared.call(py, |state| state.cache.fork(source, target)))
+        on_backend!(&self.held, shared => shared.look(py, |state| state.cache.fork(source, target)))
     }
 
     /// Drops the newest tokens of a sequence, so that ``length`` are left.
     fn truncate(&self, py: Python<'_>, sequence: usize, length: usize) -> PyResult<()> {
-        on_backend!(&self.held, shared => shared.call(py, |state| state.cache.truncate(sequence, length)))
+        on_backend!(&self.held, shared => shared.look(py, |state| state.cache.truncate(sequence, length)))
     }
 
     /// Drops all tokens of a sequence.
     fn clear(&self, py: Python<'_>, sequence: usize) -> PyResult<()> {
-        on_backend!(&self.held, shared => shared.call(py, |state| state.cache.clear(sequence)))
+        on_backend!(&self.held, shared => shared.look(py, |state| state.cache.clear(sequence)))
     }
 
     /// Takes a sequence to the host, bit for bit, and frees its pages.
@@ -283,24 +300,24 @@ impl Cache {
 
     /// Length of a sequence: the position of its next token.
     fn length(&self, py: Python<'_>, sequence: usize) -> PyResult<usize> {
-        on_backend!(&self.held, shared => shared.call(py, |state| state.cache.length(sequence)))
+        on_backend!(&self.held, shared => shared.look(py, |state| state.cache.length(sequence)))
     }
 
     /// Tokens that a layer holds of a sequence.
     fn tokens(&self, py: Python<'_>, layer: usize, sequence: usize) -> PyResult<usize> {
-        on_backend!(&self.held, shared => shared.call(py, |state| state.cache.tokens(layer, sequence)))
+        on_backend!(&self.held, shared => shared.look(py, |state| state.cache.tokens(layer, sequence)))
     }
 
     /// Number of layers.
     #[getter]
     fn layers(&self, py: Python<'_>) -> PyResult<usize> {
-        on_backend!(&self.held, shared => shared.call(py, |state| Ok(state.cache.layers())))
+        on_backend!(&self.held, shared => shared.look(py, |state| Ok(state.cache.layers())))
     }
 
     /// Number of sequences.
     #[getter]
     fn sequences(&self, py: Python<'_>) -> PyResult<usize> {
-        on_backend!(&self.held, shared => shared.call(py, |state| Ok(state.cache.sequences())))
+        on_backend!(&self.held, shared => shared.look(py, |state| Ok(state.cache.sequences())))
     }
 
     /// The text of the recipe.
@@ -327,15 +344,15 @@ impl Cache {
 
     /// Bytes by store: a dict of ``allocated_bytes``, ``in_use_bytes``, ``bits_per_element`` and ``stores``.
     fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let memory = on_backend!(&self.held, shared => shared.call(py, |state| Ok(state.cache.memory()))?);
+        let memory = on_backend!(&self.held, shared => shared.look(py, |state| Ok(state.cache.memory()))?);
         memory_dict(py, &memory)
     }
 }
 
 impl Cache {
     fn open_step(slf: &Bound<'_, Self>, runs: &StepRuns) -> PyResult<Step> {
-        let number = on_backend!(&slf.get().held, shared => shared.begin(slf.py(), runs))?;
-        Ok(Step { cache: slf.clone().unbind(), number })
+        let opened = on_backend!(&slf.get().held, shared => shared.begin(slf.py(), runs))?;
+        Ok(Step { cache: slf.clone().unbind(), opened })
     }
 }
 
@@ -344,14 +361,14 @@ impl Cache {
 #[pyclass(frozen, module = "kvpack")]
 pub struct Step {
     cache: Py<Cache>,
-    number: u64,
+    opened: Opened,
 }
 
 #[pymethods]
 impl Step {
     /// Stores keys and values ``[tokens, kv_heads, head_dim]`` of the step's tokens in a layer.
     fn store(&self, layer: usize, keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
-        on_backend!(&self.cache.get().held, shared => shared.store(self.number, layer, keys, values))
+        on_backend!(&self.cache.get().held, shared => shared.store(self.opened.number, layer, keys, values))
     }
 
     /// Attends to a layer with queries ``[rows, query_heads, head_dim]``. Returns ``out``, or a new tensor of the
@@ -363,7 +380,43 @@ impl Step {
         queries: &Bound<'py, PyAny>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        on_backend!(&self.cache.get().held, shared => shared.attend(self.number, layer, queries, out))
+        on_backend!(&self.cache.get().held, shared => shared.attend(self.opened.number, layer, queries, out))
+    }
+
+    /// ``store`` and ``attend`` of a layer in one call, which takes less time than two.
+    #[pyo3(signature = (layer, keys, values, queries, out=None))]
+    fn store_attend<'py>(
+        &self,
+        layer: usize,
+        keys: &Bound<'py, PyAny>,
+        values: &Bound<'py, PyAny>,
+        queries: &Bound<'py, PyAny>,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        on_backend!(&self.cache.get().held, shared => {
+            shared.store_attend(self.opened.number, layer, [keys, values, queries], out)
+        })
+    }
+
+    /// The number of the step's kind, if a CUDA graph may hold its calls: ``store``, ``attend`` and ``store_attend``
+    /// then only launch kernels. A graph that was captured in one step may be replayed in every later step of the same
+    /// number, as long as that step's ``bound_anew`` is false and the step of the capture is kept. ``None`` for steps
+    /// that no graph may hold.
+    #[getter]
+    fn graph(&self) -> Option<u64> {
+        self.opened.graph.map(|(class, _)| class)
+    }
+
+    /// Whether memory was bound anew, so that a graph of this number has to be captured again.
+    #[getter]
+    fn bound_anew(&self) -> bool {
+        self.opened.graph.is_none_or(|(_, anew)| anew)
+    }
+
+    /// Says that a graph was replayed for this step, so that it can be committed. Replay it on the stream that was the
+    /// current one in ``begin``.
+    fn replayed(&self, py: Python<'_>) -> PyResult<()> {
+        on_backend!(&self.cache.get().held, shared => shared.replayed(py, self.opened.number))
     }
 
     /// The attention states of the queries: outputs ``[rows, query_heads, head_dim]`` and natural log-sum-exps
@@ -373,17 +426,17 @@ impl Step {
         layer: usize,
         queries: &Bound<'py, PyAny>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        on_backend!(&self.cache.get().held, shared => shared.attend_states(self.number, layer, queries))
+        on_backend!(&self.cache.get().held, shared => shared.attend_states(self.opened.number, layer, queries))
     }
 
     /// Makes the tokens part of the cache.
     fn commit(&self, py: Python<'_>) -> PyResult<()> {
-        on_backend!(&self.cache.get().held, shared => shared.commit(py, self.number))
+        on_backend!(&self.cache.get().held, shared => shared.commit(py, self.opened.number))
     }
 
     /// Rolls the step back. Does nothing after ``commit``.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
-        on_backend!(&self.cache.get().held, shared => shared.abandon(py, Some(self.number)))
+        on_backend!(&self.cache.get().held, shared => shared.abandon(py, Some(self.opened.number)))
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -449,38 +502,42 @@ fn kinds(
 }
 
 fn open(
+    py: Python<'_>,
     device: &str,
     stream: u64,
     kinds: &[(AttentionShape, kvpack::Recipe)],
     shape: AttentionShape,
     sequences: usize,
     budget: Budget,
-) -> Result<Held> {
+) -> PyResult<Held> {
     fn shared<B: Host>(
+        py: Python<'_>,
         host: B,
         kinds: &[(AttentionShape, kvpack::Recipe)],
         shape: AttentionShape,
         sequences: usize,
         budget: Budget,
-    ) -> Result<Shared<B>> {
-        let cache = ModelCache::new(&host, kinds, sequences)?.with_budget(budget);
-        Ok(Shared::new(host, cache, shape))
+    ) -> PyResult<Shared<B>> {
+        let cache = py.detach(|| ModelCache::new(&host, kinds, sequences)).map_err(raised)?;
+        Ok(Shared::new(host, cache.with_budget(budget), shape))
     }
+    let unsupported = |hint: &'static str| {
+        let what = format!("device '{device}'");
+        Err(raised(Error::Unsupported { what, hint: hint.into() }))
+    };
     match device.split_once(':').unwrap_or((device, "0")) {
-        ("cpu", _) => Ok(Held::Cpu(shared(Cpu::new(), kinds, shape, sequences, budget)?)),
+        ("cpu", _) => Ok(Held::Cpu(shared(py, Cpu::new(), kinds, shape, sequences, budget)?)),
         #[cfg(feature = "cuda")]
         ("cuda", ordinal) => {
-            let host = crate::cuda_host::open(ordinal, stream)?;
-            Ok(Held::Cuda(shared(host, kinds, shape, sequences, budget)?))
+            let host = crate::cuda_host::open(py, ordinal, stream)?;
+            Ok(Held::Cuda(shared(py, host, kinds, shape, sequences, budget)?))
         }
         #[cfg(not(feature = "cuda"))]
         ("cuda", _) => {
             let _ = stream;
-            let hint =
-                "this wheel was built without the feature cuda; build it with --features cuda, or use 'cpu'".into();
-            Err(Error::Unsupported { what: format!("device '{device}'"), hint })
+            unsupported("this wheel was built without the feature cuda; build it with --features cuda, or use 'cpu'")
         }
-        _ => Err(Error::Unsupported { what: format!("device '{device}'"), hint: "use 'cpu' or 'cuda:0'".into() }),
+        _ => unsupported("use 'cpu' or 'cuda:0'"),
     }
 }
 

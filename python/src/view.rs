@@ -2,10 +2,13 @@
 
 use kvpack::plan::ElementType;
 use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack;
 use crate::errors::wrong_tensor;
+use crate::torch::Torch;
 
 /// The memory that a tensor lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +28,8 @@ pub struct View {
     pub element: ElementType,
     pub place: Place,
     pub read_only: bool,
+    /// Whether it is a tensor of PyTorch, whose current stream its contents are ordered on.
+    pub of_torch: bool,
     /// Keeps the memory.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU copies at once"))]
     pub owner: Py<PyAny>,
@@ -33,7 +38,10 @@ pub struct View {
 impl View {
     /// Looks at a tensor. `what` names it in errors.
     pub fn of(what: &str, tensor: &Bound<'_, PyAny>, stream: Option<u64>) -> PyResult<Self> {
-        let view = if tensor.hasattr("__array_interface__")? {
+        let torch = Torch::imported(tensor.py()).filter(|torch| torch.has(tensor));
+        let view = if let Some(torch) = torch {
+            torch.view(what, tensor)?
+        } else if tensor.hasattr("__array_interface__")? {
             Self::of_array(what, tensor)?
         } else if tensor.hasattr("__dlpack__")? {
             dlpack::view(what, tensor, stream)?
@@ -69,7 +77,7 @@ impl View {
             None => contiguous(&shape),
         };
         let (place, owner) = (Place::Cpu, array.clone().unbind());
-        Ok(Self { address, shape, strides, element, place, read_only, owner })
+        Ok(Self { address, shape, strides, element, place, read_only, of_torch: false, owner })
     }
 
     /// A tensor like PyTorch's: `data_ptr()`, `shape`, `stride()`, `dtype`, `device`.
@@ -90,7 +98,8 @@ impl View {
             ("cuda", ordinal) => Place::Cuda(ordinal.parse().unwrap_or(0)),
             _ => return Err(wrong_tensor(what, format!("it lies on {device}; use the CPU or CUDA"))),
         };
-        Ok(Self { address, shape, strides, element, place, read_only: false, owner: tensor.clone().unbind() })
+        let owner = tensor.clone().unbind();
+        Ok(Self { address, shape, strides, element, place, read_only: false, of_torch: false, owner })
     }
 
     fn check(&self, what: &str) -> PyResult<()> {
@@ -235,11 +244,10 @@ pub fn new_like<'py>(like: &Bound<'py, PyAny>, shape: &[usize], element: Element
         ElementType::F16 => "float16",
         ElementType::Bf16 => "bfloat16",
     };
-    if like.hasattr("new_empty")? {
-        let torch = py.import("torch")?;
-        let keywords = pyo3::types::PyDict::new(py);
-        keywords.set_item("dtype", torch.getattr(name)?)?;
-        return like.call_method("new_empty", (shape.to_vec(),), Some(&keywords));
+    if let Some(torch) = Torch::imported(py).filter(|torch| torch.has(like)) {
+        let keywords = PyDict::new(py);
+        keywords.set_item(intern!(py, "dtype"), torch.name_of(element))?;
+        return like.call_method(intern!(py, "new_empty"), (PyTuple::new(py, shape)?,), Some(&keywords));
     }
     if element == ElementType::Bf16 {
         return Err(PyTypeError::new_err("NumPy has no bfloat16; pass out= for the result"));

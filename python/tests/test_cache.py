@@ -1,5 +1,6 @@
 """The cache against attention in float64 over what it holds."""
 
+import sys
 import threading
 
 import kvpack
@@ -291,14 +292,66 @@ def test_cuda_says_what_is_missing():
         pytest.skip("NOT RUN: this machine has a CUDA device")
 
 
-@pytest.mark.skip(reason="NOT RUN: needs an NVIDIA GPU; the path of CUDA was compiled and never ran")
-def test_cuda_attends_as_the_cpu_does():
-    import torch
+def test_a_layer_in_one_call_is_as_in_two():
+    one, two = new("kivi:4"), new("kivi:4")
+    for tokens in (150, 1):
+        with one.begin([(0, tokens)]) as step, two.begin([(0, tokens)]) as other:
+            assert step.graph is None and step.bound_anew
+            with pytest.raises(kvpack.Error, match="graph"):
+                step.replayed()
+            for layer in range(LAYERS):
+                k, v, q = (normal([layer, i], tokens, heads, CHANNELS) for i, heads in enumerate((2, 2, 4)))
+                other.store(layer, k, v)
+                out = np.empty_like(q)
+                assert step.store_attend(layer, k, v, q, out=out) is out
+                np.testing.assert_array_equal(out, other.attend(layer, q))
+    with one.begin([0]) as step:
+        with pytest.raises(kvpack.TensorError, match="the keys have 1"):
+            step.store_attend(0, k, v[:0], q)
+        with pytest.raises(kvpack.Error, match="queries"):
+            step.store_attend(0, k, v, normal(0, 2, HEADS, CHANNELS))
+        step.store(1, k, v)
 
-    cache, reference = new("saw-int4", device="cuda:0"), new("saw-int4")
-    k, v, q = (torch.randn(9, heads, CHANNELS, dtype=torch.float16) for heads in (KV_HEADS, KV_HEADS, HEADS))
-    with cache.begin([(0, 9)]) as step, reference.begin([(0, 9)]) as other:
-        for layer in range(LAYERS):
-            step.store(layer, k.cuda(), v.cuda())
-            other.store(layer, k, v)
-            assert error(step.attend(layer, q.cuda()).cpu(), other.attend(layer, q).double().numpy()) < 2e-3
+
+def test_room_is_allocated_and_given_back():
+    cache = new("saw-int4")
+    cache.prepare(16)
+    cache.reserve([(0, 1000, "chunk")])
+    reserved = cache.memory()["allocated_bytes"]
+    fill(cache, [(0, 1000, "chunk")])
+    assert cache.memory()["allocated_bytes"] == reserved
+    fill(cache, [(1, 500)])  # through f16 pages
+    assert cache.trim() > 0 and cache.trim() == 0
+    with pytest.raises(kvpack.NoRoom):
+        new("f16", budget=1000).reserve([(0, 1000)])
+    with pytest.raises(kvpack.Error):
+        cache.reserve([(9, 1)])
+
+
+def test_scores_choose_tokens():
+    scores = np.array([[[3.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, np.inf]]])
+    assert kvpack.select(scores, 2) == [[[0, 3], [0, 3]]] and kvpack.select(scores, 0.25) == [[[0], [3]]]
+    layers = [(normal(0, 4, 2, 64), normal(1, 4, 2, 64))]
+    cache = new(layers=1)
+    cache.keep(0, layers, kvpack.select(scores, 3))
+    np.testing.assert_array_equal(held(cache, 0, 0)[0][0], layers[0][0][[0, 2, 3], 0].astype(np.float16))
+    for wrong, keep in ((scores[0], 1), (scores[:, :, :0], 1), (scores * np.nan, 1), (scores, 5), (scores, 0),
+                        (scores, 1.5)):
+        with pytest.raises((kvpack.TensorError, ValueError)):
+            kvpack.select(wrong, keep)
+
+
+def test_nvrtc_is_found_where_wheels_bring_it(tmp_path, monkeypatch):
+    from kvpack import _nvrtc
+
+    assert all(file.exists() for file in _nvrtc.candidates())
+    for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu13/lib/libnvrtc-builtins.so.13.0",
+                 "cu13/lib/libnvrtc.alt.so.13"):
+        file = tmp_path / "nvidia" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.setattr(_nvrtc, "_loaded", [])
+    assert [file.name for file in _nvrtc.candidates()] == ["libnvrtc.so.13", "libnvrtc.so.12"]
+    assert _nvrtc.load() is None  # neither is a library

@@ -64,6 +64,7 @@ pub mod peer;
 mod rank_end;
 mod select;
 mod sources;
+mod step_launches;
 
 pub use attend::attend_step::{AttendStep, AttendTensors};
 pub use attend::launch::BoundAttendStep;
@@ -86,3 +87,4 @@ pub use select::{
     AttentionStats, AttentionStatsPlan, BoundMerge, ChunkSimilarityPlan, EvictedPlan, GatherPlan, Launches, MergePlan,
     ReorderChunksPlan, TokenScoresPlan, TopKPlan, Words,
 };
+pub use step_launches::StepLaunches;

@@ -96,7 +96,7 @@ const KNOWN_STEPS: usize = 64;
 /// The resources that all steps of one class use in a part. Scratch memory and the memory of the step's table are
 /// shared with other classes, and scratch memory with other parts.
 #[derive(Debug)]
-struct Bound {
+pub(super) struct Bound {
     class: u64,
     layout: Arc<WriteLayout>,
     /// The indices of the layers. Layers that were split off from one group share a layout, but not their stores.
@@ -104,19 +104,19 @@ struct Bound {
     /// Whether its launches compute centres.
     begins: bool,
     /// Whether attention may overlap with the storing kernels.
-    beside: bool,
+    pub(super) beside: bool,
     table: WriteMemory,
-    plan: AttendStep,
+    pub(super) plan: AttendStep,
     scratch: AttendScratch,
     tables: ModelTables,
-    launches: Arc<ModelLaunches>,
+    pub(super) launches: Arc<ModelLaunches>,
 }
 
 /// The launches of all layers, with all memory that they read and write.
 #[derive(Debug)]
-struct ModelLaunches {
-    stores: Vec<BoundStoreStep>,
-    attention: Vec<BoundAttendStep>,
+pub(super) struct ModelLaunches {
+    pub(super) stores: Vec<BoundStoreStep>,
+    pub(super) attention: Vec<BoundAttendStep>,
 }
 
 /// A step whose tables are queued, ready to be launched or captured. Layers are counted over all parts of the step, in
@@ -124,16 +124,16 @@ struct ModelLaunches {
 #[derive(Clone, Debug)]
 pub struct WrittenStep<'a> {
     backend: &'a Cuda,
-    parts: Vec<WrittenPart<'a>>,
-    layers: StepLayers,
+    pub(super) parts: Vec<WrittenPart<'a>>,
+    pub(super) layers: StepLayers,
     class: u64,
     bound_anew: bool,
 }
 
 /// Layers of the step that share their page tables.
 #[derive(Clone, Debug)]
-struct WrittenPart<'a> {
-    bound: &'a Bound,
+pub(super) struct WrittenPart<'a> {
+    pub(super) bound: &'a Bound,
     staged: &'a [StagedSpan],
     /// The stores of every layer that packs a part of a prompt.
     stores: Vec<Vec<&'a Store>>,
@@ -336,11 +336,13 @@ impl ModelStep {
         };
         let tables = ModelTables::new(backend, &plan, &step.stores, layout.shape().query_heads())?;
         let pack = StoreStep::new(layout);
+        // A row of queries for every token. Steps that share the bindings have as many rows, or some fewer.
+        let room = (Sizing::Classes.of(plan.rows()), begins);
         let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
         for (place, (&layer, stores)) in layers.iter().zip(&step.stores).enumerate() {
             let LayerTensors { keys, values, queries, output } = &self.layers[layer];
             let input = WriteInput { keys, values, rows: self.rows, flags: step.flags, layer: step.layers[place] };
-            launches.stores.push(pack.bind_with_room(backend, stores, &table, input, begins)?);
+            launches.stores.push(pack.bind_with_room(backend, stores, &table, input, room)?);
             let tensors = AttendTensors { queries, output, lse: self.lse.get(layer) };
             launches.attention.push(plan.bind_to(backend, stores, tensors, &scratch, &tables.of_layer(place))?);
         }

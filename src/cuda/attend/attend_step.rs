@@ -236,6 +236,21 @@ impl AttendStep {
         one && facts.is_9_0_or_newer()
     }
 
+    /// Rows of queries.
+    pub(in crate::cuda) const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(in crate::cuda) const fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// Whether the rows of queries and outputs are contiguous.
+    pub(in crate::cuda) fn has_dense_rows(&self) -> bool {
+        let dense = QueryLayout::dense(&self.shape);
+        self.query_rows == dense && self.output_rows == dense
+    }
+
     /// Sizes of the scratch that the step needs.
     pub(in crate::cuda) fn sizes(&self, room: Sizing) -> ScratchSizes {
         let heads = self.shape.query_heads();

@@ -10,6 +10,7 @@ use crate::Result;
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
+use crate::cuda::device::tensor::Tensor;
 
 /// `AttendCall` of `cuda/common/attend_call.cuh`.
 #[derive(Clone, Copy, Debug)]
@@ -76,6 +77,11 @@ impl Launch {
 
     /// Queues the kernel on a stream.
     fn run(&self, stream: &Arc<CudaStream>, begins: Begins) -> Result<()> {
+        self.run_as(stream, begins, self.call)
+    }
+
+    /// [`Self::run`] with other tensors in the call.
+    fn run_as(&self, stream: &Arc<CudaStream>, begins: Begins, call: AttendCall) -> Result<()> {
         if let Some(memory) = &self.clears {
             let failed = |error| driver_error("attend", 0, error);
             stream.context().bind_to_thread().map_err(failed)?;
@@ -84,7 +90,7 @@ impl Launch {
         }
         // SAFETY: The argument matches the kernel. Pages, slots, queries, output and scratch were checked or sized when
         // the step was bound, and the step keeps them alive.
-        unsafe { self.kernel.run(stream, &AttendCall { early: begins as u32, ..self.call }) }
+        unsafe { self.kernel.run(stream, &AttendCall { early: begins as u32, ..call }) }
     }
 }
 
@@ -122,6 +128,24 @@ impl BoundAttendStep {
     /// launch, whose tables name the pages to wait for.
     pub(in crate::cuda) fn launch_beside_storing(&self) -> Result<()> {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::BesideStoring))
+    }
+
+    /// [`Self::launch`] on `stream`, from and to tensors of the same rows as those that were bound; `beside_storing`
+    /// as [`Self::launch_beside_storing`].
+    pub(in crate::cuda) fn launch_on(
+        &self,
+        stream: &Arc<CudaStream>,
+        queries: &Tensor,
+        output: &Tensor,
+        beside_storing: bool,
+    ) -> Result<()> {
+        let begins = if beside_storing { Begins::BesideStoring } else { Begins::After };
+        let on_tensors = |launch: &Launch| {
+            let (queries, query_type) = (queries.address(), queries.type_code());
+            let (output, output_type) = (output.address(), output.type_code());
+            launch.run_as(stream, begins, AttendCall { queries, output, query_type, output_type, ..launch.call })
+        };
+        self.launches.iter().try_for_each(on_tensors)
     }
 
     /// Bytes that the step keeps alive, including scratch and stores.

@@ -1,0 +1,273 @@
+"""What decoding with kvpack costs on a card, beside DynamicCache and SDPA: ``python bench/decode.py --help``.
+
+Shapes are those of an 8B model: 32 layers, 32 query heads over 8 KV heads of 128 channels. Keys, values, queries and
+weights are random. Every figure is a median.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache
+
+import kvpack
+import kvpack.hf
+
+LAYERS, HEADS, KV_HEADS, CHANNELS = 32, 32, 8, 128
+DTYPE = torch.bfloat16
+PART = 1024
+
+
+def rows(count, heads):
+    return torch.randn(count, heads, CHANNELS, device="cuda", dtype=DTYPE)
+
+
+def free_bytes():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def filled(recipe, batch, tokens):
+    """A cache that holds random tokens."""
+    cache = kvpack.Cache(layers=LAYERS, query_heads=HEADS, kv_heads=KV_HEADS, head_dim=CHANNELS, recipe=recipe,
+                         sequences=batch, device="cuda:0", stream=torch.cuda.current_stream().cuda_stream)
+    if not recipe.startswith("kivi"):  # chunks of such recipes stay in f16
+        cache.reserve([(sequence, tokens + 256, "chunk") for sequence in range(batch)])
+    for sequence in range(batch):
+        for first in range(0, tokens, PART):
+            part = min(PART, tokens - first)
+            with cache.begin([(sequence, part)]) as step:
+                for layer in range(LAYERS):
+                    step.store(layer, rows(part, KV_HEADS), rows(part, KV_HEADS))
+    cache.trim()
+    return cache
+
+
+def overhead():
+    """Host time of a layer, while the device is busy with something else: nothing waits for it."""
+    cache = filled("saw-int4", 1, 1000)
+    cache.prepare()
+    keys, values, queries = rows(1, KV_HEADS), rows(1, KV_HEADS), rows(1, HEADS)
+    out, kept = torch.empty_like(queries), torch.empty_like(keys)
+    dense = [x.view(1, 1, -1, CHANNELS).transpose(1, 2) for x in (keys, values, queries)]
+    past = DynamicCache()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def torch_layer(layer):
+        k, v = past.update(dense[0], dense[1], layer)
+        sdpa(dense[2], k, v, enable_gqa=True)
+
+    calls = {
+        "store_attend, out=": lambda step, layer: step.store_attend(layer, keys, values, queries, out=out),
+        "store_attend": lambda step, layer: step.store_attend(layer, keys, values, queries),
+        "store, attend": lambda step, layer: (step.store(layer, keys, values), step.attend(layer, queries)),
+        "store": lambda step, layer: step.store(layer, keys, values),
+        "one kernel of PyTorch": lambda step, layer: torch.add(keys, values, out=kept),
+        "PyTorch's cat": lambda step, layer: torch.cat(dense[:1] * 2, -2),
+        "SDPA": lambda step, layer: sdpa(dense[2], dense[0], dense[1], enable_gqa=True),
+        "DynamicCache.update, SDPA": lambda step, layer: torch_layer(layer),
+    }
+    for name, call in calls.items():
+        layers, begins, commits = [], [], []
+        for turn in range(40):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(40_000_000)
+            times = [time.perf_counter()]
+            step = cache.begin([0])
+            times.append(time.perf_counter())
+            for layer in range(LAYERS):
+                call(step, layer)
+            times.append(time.perf_counter())
+            step.commit() if "store" in name else step.abandon()
+            times.append(time.perf_counter())
+            if turn >= 10:
+                begins.append(times[1] - times[0])
+                layers.append((times[2] - times[1]) / LAYERS)
+                commits.append(times[3] - times[2])
+        torch.cuda.synchronize()
+        us = [1e6 * statistics.median(of) for of in (begins, layers, commits)]
+        print(f"host | {name} | begin {us[0]:.1f} µs | layer {us[1]:.1f} µs | commit {us[2]:.1f} µs", flush=True)
+
+
+def attention_of(recipe, batch, tokens, steps):
+    """Wall time of the attention part of a step, eager and in a graph, per layer; bytes of the cache."""
+    before = free_bytes()
+    cache = filled(recipe, batch, tokens)
+    cache.prepare()
+    sets = [[rows(batch, KV_HEADS), rows(batch, KV_HEADS), rows(batch, HEADS)] for _ in range(LAYERS)]
+    outs = [torch.empty_like(of[2]) for of in sets]
+    least, eager, graphed, graphs = free_bytes(), [], [], {}
+    for turn in range(2 * steps + 6):
+        in_graph = turn >= steps + 3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if in_graph:
+            step = cache.begin(list(range(batch)))
+            fresh = step.bound_anew or step.graph not in graphs
+            if fresh:
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    for layer in range(LAYERS):
+                        step.store_attend(layer, *sets[layer], out=outs[layer])
+                graphs[step.graph] = (graph, step)
+            begin.record()
+            graphs[step.graph][0].replay()
+            end.record()
+            step.replayed()
+        else:
+            begin.record()
+            step = cache.begin(list(range(batch)))
+            for layer in range(LAYERS):
+                step.store_attend(layer, *sets[layer], out=outs[layer])
+            end.record()
+        step.commit()
+        least = min(least, free_bytes())
+        if turn % (steps + 3) >= 3 and not (in_graph and fresh):
+            (graphed if in_graph else eager).append(begin.elapsed_time(end))
+    allocated = cache.memory()["allocated_bytes"]
+    return [1e3 * statistics.median(of) / LAYERS for of in (eager, graphed)], allocated, before - least
+
+
+def dense_attention(batch, tokens, steps):
+    """The same with DynamicCache and SDPA."""
+    before = free_bytes()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    past = DynamicCache()
+    for layer in range(LAYERS):
+        of = [torch.randn(batch, KV_HEADS, tokens, CHANNELS, device="cuda", dtype=DTYPE) for _ in range(2)]
+        past.update(*of, layer)
+    sets = [[torch.randn(batch, heads, 1, CHANNELS, device="cuda", dtype=DTYPE) for heads in
+             (KV_HEADS, KV_HEADS, HEADS)] for _ in range(LAYERS)]
+    both, alone, least = [], [], free_bytes()
+    for turn in range(steps + 3):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        held = []
+        for layer, (k, v, q) in enumerate(sets):
+            keys, values = past.update(k, v, layer)
+            held.append((keys, values))
+            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+        events[1].record()
+        least = min(least, free_bytes())
+        inner = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        inner[0].record()
+        for (k, v, q), (keys, values) in zip(sets, held):
+            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+        inner[1].record()
+        torch.cuda.synchronize()
+        if turn >= 3:
+            both.append(events[0].elapsed_time(events[1]))
+            alone.append(inner[0].elapsed_time(inner[1]))
+    peak = torch.cuda.max_memory_allocated() - start
+    return [1e3 * statistics.median(of) / LAYERS for of in (both, alone)], peak, before - least
+
+
+def attention(batch, tokens, steps):
+    try:
+        (both, alone), peak, _ = dense_attention(batch, tokens, steps)
+        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | {both:.1f} µs, SDPA alone {alone:.1f} µs | "
+              f"peak {peak / 2**30:.2f} GiB", flush=True)
+    except torch.cuda.OutOfMemoryError:
+        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | out of memory", flush=True)
+    torch.cuda.empty_cache()
+    for recipe in ("saw-int4", "kivi:4", "f16"):
+        try:
+            (eager, graphed), bytes_of, taken = attention_of(recipe, batch, tokens, steps)
+            print(f"attention | {batch} × {tokens} | {recipe} | eager {eager:.1f} µs, graph {graphed:.1f} µs | "
+                  f"cache {bytes_of / 2**30:.2f} GiB, device {taken / 2**30:.2f} GiB", flush=True)
+        except kvpack.NoRoom as full:
+            print(f"attention | {batch} × {tokens} | {recipe} | {full}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def model_of_8b():
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=CHANNELS, max_position_embeddings=262144,
+        attn_implementation="sdpa")
+    torch.set_default_dtype(DTYPE)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def packed_cache(model, recipe, batch, tokens):
+    """A cache for transformers that holds random tokens."""
+    past = kvpack.hf.PackedCache(recipe)
+    plan = model.model.layers[0].self_attn._kvpack_plan
+    for first in range(0, tokens, PART):
+        part = min(PART, tokens - first)
+        shape = torch.empty(batch, HEADS, part, CHANNELS, device="meta")
+        past.held.begin(plan, shape[:, :KV_HEADS], shape.to("meta"), None, device="cuda:0")
+        for layer in range(LAYERS):
+            past.held.step.store(layer, rows(batch * part, KV_HEADS), rows(batch * part, KV_HEADS))
+        past.held.step.commit()
+        past.held.step, past.held.seen = None, past.held.seen + part
+        if first == 0:
+            past.held.cache.reserve([(row, tokens + 256 - part, "chunk") for row in range(batch)])
+    past.held.cache.trim()
+    return past
+
+
+def end_to_end(model, batch, tokens, steps, recipe, argument):
+    """Decoded tokens in a second, with the model's other kernels."""
+    before = free_bytes()
+    if recipe is None:
+        kvpack.hf.disable(model)
+        past = DynamicCache()
+        for layer in range(LAYERS):
+            of = [torch.randn(batch, KV_HEADS, tokens, CHANNELS, device="cuda", dtype=DTYPE) for _ in range(2)]
+            past.update(*of, layer)
+    else:
+        kvpack.hf.enable(model, recipe)
+        past = packed_cache(model, recipe, batch, tokens)
+    ids, times, least = torch.ones(batch, 1, dtype=torch.long, device="cuda"), [], free_bytes()
+    with torch.no_grad():
+        for _ in range(steps + 4):
+            began = time.perf_counter()
+            logits = model(ids, use_cache=True, **{argument: past}).logits
+            ids = logits[:, -1:].argmax(-1)
+            least = min(least, free_bytes())
+            times.append(time.perf_counter() - began)
+    seconds = statistics.median(times[4:])
+    print(f"model | {batch} × {tokens} | {recipe or 'DynamicCache + SDPA bf16'} | {batch / seconds:.1f} tokens/s | "
+          f"{1e3 * seconds:.2f} ms a step | cache and work {(before - least) / 2**30:.2f} GiB", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["host", "attention", "model"])
+    parser.add_argument("--sizes", default="1x8192,1x32768,8x32768,1x131072", help="batch x tokens, with commas")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--no-cudnn", action="store_true", help="SDPA without cuDNN, which plans anew for each length")
+    given = parser.parse_args()
+    torch.backends.cuda.enable_cudnn_sdp(not given.no_cudnn)
+    sizes = [tuple(map(int, size.split("x"))) for size in given.sizes.split(",")]
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, transformers {transformers.__version__}, "
+          f"kvpack {kvpack.__version__}", flush=True)
+    with torch.no_grad():
+        if "host" in given.parts:
+            overhead()
+        for size in sizes if "attention" in given.parts else []:
+            attention(*size, given.steps)
+        if "model" in given.parts:
+            import inspect
+            model = model_of_8b()
+            names = inspect.signature(model.model.forward).parameters
+            argument = "past_key_values" if "past_key_values" in names else "cache"
+            for batch, tokens in sizes:
+                for recipe in (None, "saw-int4"):
+                    try:
+                        end_to_end(model, batch, tokens, given.steps, recipe, argument)
+                    except (torch.cuda.OutOfMemoryError, kvpack.NoRoom) as full:
+                        name = recipe or "DynamicCache"
+                        print(f"model | {batch} × {tokens} | {name} | {str(full)[:100]}", flush=True)
+                    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

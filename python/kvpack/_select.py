@@ -1,0 +1,27 @@
+"""Tokens that scores choose."""
+
+import numpy
+
+from ._kvpack import TensorError
+
+
+def select(scores, keep):
+    """The tokens of the highest scores, for ``Cache.keep``: lists ``[layer][kv_head]`` in the order of the tokens.
+
+    ``scores`` has the shape ``[layers, kv_heads, tokens]`` and is of any library. Of tokens with the same score the
+    first is chosen. ``keep`` is their number, or the share of the tokens if it lies between 0 and 1. Set scores to
+    infinity where tokens have to stay: the first, the newest.
+    """
+    if hasattr(scores, "detach"):
+        scores = scores.detach().float().cpu().numpy()
+    scores = numpy.asarray(scores)
+    if scores.ndim != 3 or scores.shape[2] == 0:
+        raise TensorError(f"scores: their shape is {list(scores.shape)}; it must be [layers, kv_heads, tokens]")
+    if numpy.isnan(scores).any():
+        raise TensorError("scores: some are NaN; every token needs a number")
+    tokens = scores.shape[2]
+    count = max(1, round(keep * tokens)) if 0 < keep < 1 else keep
+    if count != int(count) or not 1 <= count <= tokens:
+        raise ValueError(f"keep {keep}: it must be a number of tokens from 1 to {tokens}, or a share between 0 and 1")
+    best = numpy.argsort(-scores, axis=2, kind="stable")[:, :, : int(count)]
+    return numpy.sort(best, axis=2).tolist()

@@ -1,0 +1,567 @@
+"""Every call on tensors of PyTorch on a card, against float64. Needs an NVIDIA GPU, PyTorch and a wheel with the
+feature cuda, by hand: ``python -m pytest test_cuda.py``."""
+
+import gc
+import os
+import threading
+import time
+
+import kvpack
+import numpy as np
+import pytest
+
+from reference import attention, error, held
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+LAYERS, KV_HEADS, HEADS, CHANNELS = 3, 2, 8, 64
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NOISE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 6e-3}
+
+
+def new_cache(recipe="f16", sequences=3, **options):
+    return kvpack.Cache(layers=LAYERS, query_heads=HEADS, kv_heads=KV_HEADS, head_dim=CHANNELS, recipe=recipe,
+                        sequences=sequences, **{"device": "cuda:0", **options})
+
+
+def rows(tokens, heads=KV_HEADS, dtype=torch.float16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(1000 * seed + 10 * tokens + heads)
+    return torch.randn(tokens, heads, CHANNELS, device="cuda", generator=generator).to(dtype)
+
+
+def numpy(tensor):
+    return tensor.detach().double().cpu().numpy()
+
+
+def run_step(cache, runs, tokens, dtype=torch.float16, seed=0, call="both"):
+    """A step of random rows. Returns queries and outputs of every layer."""
+    found = []
+    with cache.begin(runs) as step:
+        for layer in range(LAYERS):
+            of = seed * LAYERS + layer
+            keys, values = rows(tokens, dtype=dtype, seed=3 * of), rows(tokens, dtype=dtype, seed=3 * of + 1)
+            queries = rows(tokens, HEADS, dtype, 3 * of + 2)
+            if call == "both":
+                outputs = step.store_attend(layer, keys, values, queries)
+            else:
+                step.store(layer, keys, values)
+                outputs = step.attend(layer, queries)
+            assert outputs.dtype == dtype and outputs.shape == queries.shape and outputs.is_cuda
+            found.append((queries, outputs))
+    return found
+
+
+def check(cache, layer, sequence, queries, outputs, most, **options):
+    """Outputs of the newest tokens of a sequence, against what the cache holds."""
+    keys, values, positions = held(cache, layer, sequence)
+    newest = cache.length(sequence) - queries.shape[0] + np.arange(queries.shape[0])
+    wanted, _ = attention(numpy(queries), keys, values, positions[None, :] <= newest[:, None], **options)
+    assert error(numpy(outputs), wanted) < most
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["both", "apart"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("recipe", ["f16", "int8", "saw-int4", "turboquant-renormalized:4", "kivi:4+window=128"])
+def test_decoding_is_attention_to_what_is_held(recipe, dtype, call):
+    cache = new_cache(recipe)
+    run_step(cache, [(0, 300)], 300, dtype, 1)
+    run_step(cache, [(1, 33)], 33, dtype, 2)
+    for token in range(3):
+        found = run_step(cache, [0, 1, 2], 3, dtype, 3 + token, call)
+    for layer, (queries, outputs) in enumerate(found):
+        for sequence in range(3):
+            check(cache, layer, sequence, queries[sequence:sequence + 1], outputs[sequence:sequence + 1], NOISE[dtype])
+    assert [cache.length(sequence) for sequence in range(3)] == [303, 36, 3]
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 200, 700])
+def test_prompts_are_causal(tokens):
+    cache = new_cache()
+    for layer, (queries, outputs) in enumerate(run_step(cache, [(0, tokens)], tokens)):
+        check(cache, layer, 0, queries, outputs, 2e-3)
+
+
+def test_scores_are_as_the_layers_say():
+    sinks = [[0.5 * head for head in range(HEADS)], None, None]
+    cache = new_cache(scale=0.2, soft_cap=5.0, sinks=sinks, windows=[None, 16, None])
+    run_step(cache, [(0, 100)], 100)
+    found = run_step(cache, [0], 1, seed=1)
+    for layer, (queries, outputs) in enumerate(found):
+        keys, values, positions = held(cache, layer, 0)
+        sees = (positions > 100 - 16)[None] if layer == 1 else np.ones((1, len(positions)), bool)
+        of = None if sinks[layer] is None else np.array(sinks[layer])
+        wanted, _ = attention(numpy(queries), keys, values, sees, 0.2, 5.0, of)
+        assert error(numpy(outputs), wanted) < 2e-3
+
+
+def test_out_is_filled_and_returned():
+    cache = new_cache()
+    queries = rows(1, HEADS)
+    with cache.begin([0]) as step:
+        for layer in range(LAYERS):
+            step.store(layer, rows(1), rows(1, seed=1))
+            new = step.attend(layer, queries)
+            for dtype in DTYPES:
+                out = torch.full(queries.shape, float("nan"), dtype=dtype, device="cuda")
+                assert step.attend(layer, queries, out=out) is out
+                torch.testing.assert_close(out.float(), new.float(), atol=1e-2, rtol=1e-2)
+
+
+def test_states_of_parts_are_those_of_all():
+    cache = new_cache()
+    run_step(cache, [(0, 150)], 150)
+    queries = rows(2, HEADS)
+    with cache.begin_attend([(0, 2)]) as step:
+        outputs, lse = step.attend_states(1, queries)
+        same = step.attend(1, queries)
+    keys, values, positions = held(cache, 1, 0)
+    sees = positions[None] <= np.array([148, 149])[:, None]
+    wanted, wanted_lse = attention(numpy(queries), keys, values, sees)
+    assert error(numpy(outputs), wanted) < 2e-3 and error(numpy(lse), wanted_lse) < 1e-3
+    assert error(numpy(same), wanted) < 2e-3
+
+
+def test_states_inside_a_step_of_launches():
+    cache = new_cache()
+    with cache.begin([(0, 5)]) as step:
+        for layer in range(LAYERS):
+            step.store(layer, rows(5), rows(5, seed=1))
+        outputs, lse = step.attend_states(0, rows(5, HEADS))
+        assert torch.isfinite(outputs).all() and torch.isfinite(lse).all()
+        torch.testing.assert_close(step.attend(0, rows(5, HEADS)).float(), outputs, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("recipe", ["f16", "saw-int4", "kivi:4+window=128"])
+def test_sequences_fork_truncate_swap_and_clear(recipe):
+    cache = new_cache(recipe)
+    run_step(cache, [(0, 300)], 300)
+    cache.pack_windows(0)
+    cache.fork(0, 1)
+    found = run_step(cache, [0, 1], 2, seed=1)
+    for layer, (queries, outputs) in enumerate(found):
+        check(cache, layer, 1, queries[1:], outputs[1:], 2e-3)
+    before = [held(cache, layer, 1) for layer in range(LAYERS)]
+    swapped = cache.swap_out(1)
+    assert swapped.bytes > 0 and len(swapped) == 301 and cache.length(1) == 0
+    cache.swap_in(2, swapped)
+    for layer in range(LAYERS):
+        for old, new in zip(before[layer], held(cache, layer, 2)):
+            np.testing.assert_array_equal(old, new)
+    cache.truncate(2, 280)
+    found = run_step(cache, [2], 1, seed=2)
+    for layer, (queries, outputs) in enumerate(found):
+        check(cache, layer, 2, queries, outputs, 2e-3)
+    cache.clear(2)
+    assert cache.length(2) == 0 and cache.memory()["in_use_bytes"] > 0
+
+
+def test_a_policy_keeps_a_part():
+    cache = new_cache("h2o:0.25/f16")
+    layers = []
+    measured = cache.query_rows(256)
+    for layer in range(LAYERS):
+        queries = rows(256, HEADS, seed=layer)
+        layers.append((rows(256, seed=10 + layer), rows(256, seed=20 + layer),
+                       None if measured is None else queries[torch.tensor(measured, device="cuda")].contiguous()))
+    kept = cache.compress(0, layers)
+    assert len(kept) == LAYERS and len(kept[0]) == KV_HEADS and 0 < len(kept[0][0]) < 256
+    assert cache.tokens(0, 0) == len(kept[0][0]) and cache.length(0) == 256
+    wanted = numpy(layers[1][0])[kept[1][0], 0]
+    np.testing.assert_allclose(cache.dequantize(1, 0)[0]["keys"][0], wanted, atol=1e-3)
+
+
+def test_tokens_of_the_caller_are_kept():
+    cache = new_cache("int8")
+    layers = [(rows(200, seed=layer), rows(200, seed=9 + layer)) for layer in range(LAYERS)]
+    kept = kvpack.select(torch.rand(LAYERS, KV_HEADS, 200, device="cuda"), 64)
+    cache.keep(0, layers, kept)
+    assert cache.tokens(2, 0) == 64
+    found = cache.dequantize(2, 0)[0]["keys"][1]
+    assert error(found, numpy(layers[2][0])[kept[2][1], 1]) < 0.02
+
+
+def test_elements_that_are_not_finite_are_told():
+    cache = new_cache()
+    with cache.begin([0]) as step:
+        keys = rows(1)
+        keys[0, 1, 5] = float("nan")
+        for layer in range(LAYERS):
+            step.store(layer, keys, rows(1))
+    assert len(cache.non_finite()) > 0
+
+
+def test_a_budget_holds():
+    cache = new_cache(budget=1 << 20)
+    with pytest.raises(kvpack.NoRoom):
+        run_step(cache, [(0, 5000)], 5000)
+    run_step(cache, [(0, 100)], 100)
+    assert cache.length(0) == 100 and cache.memory()["allocated_bytes"] <= 1 << 20
+
+
+# --- tensors ------------------------------------------------------------------------------------------------------
+
+
+def store_one(keys, values=None, cache=None):
+    cache = cache or new_cache()
+    with cache.begin([0]) as step:
+        step.store(0, keys, keys if values is None else values)
+
+
+@pytest.mark.parametrize("make, text", [
+    (lambda: rows(1).cpu(), "keys: it lies on the CPU; this cache is on CUDA device 0"),
+    (lambda: rows(1).cpu().numpy(), "keys: it lies on the CPU; this cache is on CUDA device 0"),
+    (lambda: rows(1).double(), "torch.float64; use float32, float16 or bfloat16"),
+    (lambda: rows(1).to(torch.int8), "torch.int8"),
+    (lambda: rows(2), "tokens"),
+    (lambda: rows(1, 3), r"\[1, 3, 64\]"),
+    (lambda: rows(1)[0], r"\[2, 64\]"),
+    (lambda: rows(1, KV_HEADS, torch.float32).requires_grad_(), "requires a gradient"),
+    (lambda: torch.randn(1, CHANNELS, KV_HEADS, device="cuda").transpose(1, 2), "must be contiguous"),
+    (lambda: torch.empty(1, KV_HEADS, CHANNELS, device="meta"), "meta"),
+    (lambda: None, "has no __dlpack__"),
+])
+def test_wrong_tensors(make, text):
+    with pytest.raises(kvpack.Error, match=text):
+        store_one(make())
+
+
+def test_a_cache_on_the_cpu_takes_no_tensor_of_a_card():
+    with pytest.raises(kvpack.TensorError, match="it lies on CUDA device 0; this cache is on the CPU"):
+        store_one(rows(1), cache=new_cache(device="cpu"))
+
+
+def test_wrong_outputs():
+    cache = new_cache()
+    with cache.begin([0]) as step:
+        for layer in range(LAYERS):
+            step.store(layer, rows(1), rows(1))
+        for out, text in ((torch.empty(1, HEADS, CHANNELS), "on the CPU"), (rows(2, HEADS), "that of the queries"),
+                          (rows(1, HEADS).double(), "float64"),
+                          (torch.empty(1, CHANNELS, HEADS, device="cuda").transpose(1, 2), "contiguous")):
+            with pytest.raises(kvpack.TensorError, match=text):
+                step.attend(0, rows(1, HEADS), out=out)
+        with pytest.raises(kvpack.Error):
+            step.attend(0, rows(2, HEADS))
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_tensors_may_begin_at_any_element(tokens):
+    def shifted(of):
+        room = torch.empty(of.numel() + 1, dtype=of.dtype, device="cuda")
+        part = room[1:].view(of.shape)
+        part.copy_(of)
+        return part
+
+    whole, part = new_cache("saw-int4"), new_cache("saw-int4")
+    keys, values, queries = rows(tokens), rows(tokens, seed=1), rows(tokens, HEADS)
+    outputs = []
+    for cache, as_given in ((whole, lambda x: x), (part, shifted)):
+        with cache.begin([(0, tokens)]) as step:
+            for layer in range(LAYERS):
+                out = as_given(torch.zeros_like(queries))
+                step.store_attend(layer, as_given(keys), as_given(values), as_given(queries), out=out)
+            outputs.append(out)
+    assert torch.equal(*outputs)
+
+
+def test_dlpack_alone():
+    class Only:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __dlpack__(self, **options):
+            return self.tensor.__dlpack__(**options)
+
+    cache, same = new_cache(), new_cache()
+    queries = rows(1, HEADS)
+    with cache.begin([0]) as step, same.begin([0]) as other:
+        for layer in range(LAYERS):
+            out = torch.empty_like(queries)
+            step.store(layer, Only(rows(1)), Only(rows(1, seed=1)))
+            step.attend(layer, Only(queries), out=Only(out))
+            assert torch.equal(out, other.store_attend(layer, rows(1), rows(1, seed=1), queries))
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+
+def test_work_follows_the_current_stream():
+    """Tensors are written, and outputs read, on streams that are busy for long."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for own in (0, streams[2].cuda_stream):
+        cache, quiet = new_cache(stream=own), new_cache()
+        for turn in range(12):
+            keys, values, queries = rows(1, seed=turn), rows(1, seed=50 + turn), rows(1, HEADS, seed=turn)
+            tokens = 150 if turn == 5 else 1
+            keys, values, queries = (x.expand(tokens, -1, -1).contiguous() for x in (keys, values, queries))
+            torch.cuda.synchronize()
+            stream = streams[turn % 2]
+            sums = []
+            with torch.cuda.stream(stream):
+                late = [torch.zeros_like(x) for x in (keys, values, queries)]
+                torch.cuda._sleep(20_000_000)
+                for to, of in zip(late, (keys, values, queries)):
+                    to.copy_(of)
+                with cache.begin([(0, tokens)]) as step:
+                    for layer in range(LAYERS):
+                        sums.append(step.store_attend(layer, *late) * 1)
+                for x in late:
+                    x.fill_(float("nan"))
+            torch.cuda.synchronize()
+            with quiet.begin([(0, tokens)]) as step:
+                wanted = [step.store_attend(layer, keys, values, queries) for layer in range(LAYERS)]
+            assert all(torch.equal(a, b) for a, b in zip(sums, wanted))
+
+
+def test_layers_may_run_on_another_stream_than_begin():
+    cache = new_cache()
+    run_step(cache, [(0, 40)], 40)
+    step = cache.begin([0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = []
+        for layer in range(LAYERS):
+            queries = rows(1, HEADS, seed=layer)
+            found.append((queries, step.store_attend(layer, rows(1, seed=5), rows(1, seed=6), queries)))
+    step.commit()
+    for layer, (queries, outputs) in enumerate(found):
+        check(cache, layer, 0, queries, outputs, 2e-3)
+
+
+def test_decoding_waits_for_nothing():
+    cache = new_cache("saw-int4")
+    cache.prepare()
+    for turn in range(3):
+        run_step(cache, [0, 1, 2], 3, seed=turn)
+    tensors = [rows(3), rows(3, seed=1), rows(3, HEADS)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    began = time.perf_counter()
+    for _ in range(2):
+        with cache.begin([0, 1, 2]) as step:
+            for layer in range(LAYERS):
+                step.store_attend(layer, *tensors)
+    took = time.perf_counter() - began
+    busy = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert busy and took < 0.3
+
+
+def test_tensors_may_be_freed_at_once():
+    cache, kept = new_cache("int8"), new_cache("int8")
+    outputs, wanted, alive = [], [], []
+    for turn in range(30):
+        with cache.begin([0]) as step, kept.begin([0]) as other:
+            for layer in range(LAYERS):
+                given = [rows(1, seed=turn), rows(1, seed=100 + turn), rows(1, HEADS, seed=turn)]
+                alive += given
+                wanted.append(other.store_attend(layer, *given))
+                copies = [x.clone() for x in given]
+                outputs.append(step.store_attend(layer, *copies))
+                del copies
+                torch.full((4, HEADS, CHANNELS), float("nan"), dtype=torch.float16, device="cuda")
+    assert all(torch.equal(a, b) for a, b in zip(outputs, wanted))
+
+
+def test_threads():
+    failures = []
+
+    def work(cache, seed):
+        try:
+            for token in range(40):
+                run_step(cache, [(0, 30)] if token == 0 else [0], 30 if token == 0 else 1, seed=seed + token)
+        except Exception as failure:
+            failures.append(failure)
+
+    caches = [new_cache("saw-int4") for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(cache, 100 * i)) for i, cache in enumerate(caches)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not failures
+    alone = new_cache("saw-int4")
+    work(alone, 200)
+    for old, new in zip(held(alone, 1, 0), held(caches[2], 1, 0)):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_threads_of_one_cache_get_errors_and_no_crash():
+    cache, texts = new_cache(), []
+
+    def work():
+        for _ in range(50):
+            try:
+                run_step(cache, [0], 1)
+            except kvpack.Error as refused:
+                texts.append(str(refused))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    cache.abandon()
+    run_step(cache, [0], 1)
+    assert all("step" in text for text in texts)
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_abandons_the_step():
+    cache = new_cache()
+    run_step(cache, [(0, 10)], 10)
+    with pytest.raises(RuntimeError):
+        with cache.begin([0]) as step:
+            step.store(0, rows(1), rows(1))
+            raise RuntimeError("of the model")
+    assert cache.length(0) == 10
+    with pytest.raises(kvpack.Error, match="committed or abandoned"):
+        step.store(1, rows(1), rows(1))
+    found = run_step(cache, [0], 1, seed=1)
+    check(cache, 2, 0, *found[2], 2e-3)
+
+
+def test_steps_say_what_is_missing():
+    cache = new_cache()
+    step = cache.begin([0])
+    with pytest.raises(kvpack.Error, match="has not stored"):
+        step.attend(0, rows(1, HEADS))
+    step.store(0, rows(1), rows(1))
+    with pytest.raises(kvpack.Error, match="layer 1 has not stored"):
+        step.commit()
+    with pytest.raises(kvpack.Error, match="a step is open"):
+        cache.begin([1])
+    with pytest.raises(kvpack.Error, match="layer 3"):
+        step.store(3, rows(1), rows(1))
+    step.abandon()
+    assert cache.length(0) == 0
+
+
+def test_a_forked_process_gets_errors():
+    cache = new_cache()
+    run_step(cache, [(0, 10)], 10)
+    torch.cuda.synchronize()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            cache.begin([0])
+        except kvpack.Error:
+            status = 0
+        except BaseException:
+            status = 2
+        os._exit(status)
+    for _ in range(100):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+    run_step(cache, [0], 1)
+
+
+def test_devices_that_are_not_there():
+    with pytest.raises(kvpack.Error, match="CUDA device 99"):
+        new_cache(device="cuda:99")
+
+
+# --- graphs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["f16", "saw-int4", "kivi:4+window=128", "turboquant-renormalized:4+centre"])
+@pytest.mark.parametrize("own", ["default stream", "stream of its own"])
+def test_a_graph_is_replayed_while_sequences_grow(recipe, own):
+    stream = torch.cuda.Stream() if own == "stream of its own" else torch.cuda.default_stream()
+    cache, eager = new_cache(recipe, stream=stream.cuda_stream), new_cache(recipe)
+    for each in (cache, eager):
+        run_step(each, [(0, 100)], 100, seed=7)
+        run_step(each, [(1, 20)], 20, seed=8)
+    keys, values = [torch.zeros(3, KV_HEADS, CHANNELS, dtype=torch.float16, device="cuda") for _ in range(2)]
+    queries = torch.zeros(3, HEADS, CHANNELS, dtype=torch.float16, device="cuda")
+    outputs = [torch.zeros_like(queries) for _ in range(LAYERS)]
+    graphs, captured, worst = {}, 0, 0.0
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for turn in range(220):
+            for to, seed in ((keys, 3 * turn), (values, 3 * turn + 1), (queries, 3 * turn + 2)):
+                to.copy_(rows(3, to.shape[1], seed=seed))
+            step = cache.begin([0, 1, 2])
+            if step.bound_anew or step.graph not in graphs:
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    for layer in range(LAYERS):
+                        step.store_attend(layer, keys * 1, values, queries, out=outputs[layer])
+                graphs[step.graph] = (graph, step)
+                captured += 1
+            graphs[step.graph][0].replay()
+            step.replayed()
+            step.commit()
+            with eager.begin([0, 1, 2]) as other:
+                for layer in range(LAYERS):
+                    wanted = other.store_attend(layer, keys, values, queries)
+                    worst = max(worst, (wanted - outputs[layer]).abs().max().item())
+    print(f"{recipe}: {captured} captures in 220 steps, largest difference {worst}")
+    assert captured < 60 and worst < 2e-3 and cache.length(0) == 320
+    for old, new in zip(held(cache, 1, 0), held(eager, 1, 0)):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_what_a_graph_cannot_hold_is_refused():
+    cache = new_cache()
+    run_step(cache, [0], 1)
+    step = cache.begin([0])
+    tensors = [rows(1), rows(1), rows(1, HEADS)]
+    graph = torch.cuda.CUDAGraph()
+    out = torch.zeros_like(tensors[2])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for refused in (lambda: cache.begin([1]), lambda: cache.swap_out(0), lambda: cache.non_finite()):
+            with pytest.raises(kvpack.Error, match="graph is captured"):
+                refused()
+        for layer in range(LAYERS):
+            step.store_attend(layer, *tensors, out=out)
+    graph.replay()
+    step.replayed()
+    step.commit()
+    assert torch.isfinite(out).all() and cache.length(0) == 2
+
+
+def test_a_long_prompt_is_for_no_graph():
+    cache = new_cache()
+    step = cache.begin([(0, 1000)])
+    assert step.graph is None and step.bound_anew
+    with pytest.raises(kvpack.Error, match="graph"):
+        step.replayed()
+    step.abandon()
+
+
+def test_a_graph_outlives_its_cache():
+    """The step of the capture keeps the memory that the graph reads and writes."""
+    cache = new_cache()
+    run_step(cache, [(0, 100)], 100)
+    step = cache.begin([0])
+    tensors, graph = [rows(1), rows(1), rows(1, HEADS)], torch.cuda.CUDAGraph()
+    out = torch.zeros_like(tensors[2])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for layer in range(LAYERS):
+            step.store_attend(layer, *tensors, out=out)
+    graph.replay()
+    torch.cuda.synchronize()
+    step.replayed()
+    step.commit()
+    wanted = out.clone()
+    del cache
+    gc.collect()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted)

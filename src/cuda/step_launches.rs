@@ -1,0 +1,127 @@
+//! The launches of a step for tensors that are known only when a layer runs.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use super::attend::launch::BoundAttendStep;
+use super::device::tensor::Tensor;
+use super::model_step::{LayerTensors, ModelLaunches, WrittenStep};
+use super::pack::store_step::BoundStoreStep;
+use crate::backend::{LayerPlace, StepLayers, of_layer};
+use crate::format::AttentionShape;
+use crate::plan::RowLayout;
+use crate::{Error, Result};
+
+/// What a step launches, for engines that allocate the tensors of a layer when it runs, as frameworks in Python do.
+/// [`WrittenStep::launches`] gives it.
+///
+/// Its calls do what those of [`WrittenStep`] do, from and to the tensors that they are given, on the stream that they
+/// are given. Stores and tables belong to the stream of the backend: the caller orders that stream before the launches,
+/// and after them before its next call of the cache. Nothing here borrows the cache, so nothing here marks layers as
+/// stored: the caller does ([`OpenStep::stored`](crate::backend::OpenStep::stored), or [`WrittenStep::replayed`]).
+///
+/// It keeps alive the memory of the launches besides these tensors. Launches of a step that is over read and write what
+/// the tables then hold, within the memory of the cache.
+#[derive(Clone, Debug)]
+pub struct StepLaunches {
+    shape: AttentionShape,
+    /// Rows of the tensors.
+    rows: usize,
+    parts: Vec<PartLaunches>,
+    layers: StepLayers,
+}
+
+#[derive(Clone, Debug)]
+struct PartLaunches {
+    of: Arc<ModelLaunches>,
+    /// Whether attention may overlap with the storing kernels.
+    beside: bool,
+}
+
+impl WrittenStep<'_> {
+    /// The launches of the step for tensors that are known only when a layer runs. Keys, values, queries and outputs
+    /// are contiguous: `[rows, heads, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when the step packs a part of a prompt as a span
+    /// ([`WrittenStep::is_for_graphs`]), has queries that see no token, or was bound with a layout of queries or
+    /// outputs.
+    pub fn launches(&self) -> Result<StepLaunches> {
+        let of = |bound: &super::model_step::Bound| (*bound.plan.shape(), bound.plan.rows());
+        let Some((shape, rows)) = self.parts.first().map(|part| of(part.bound)) else {
+            return Err(Error::Plan { what: "step of a model", reason: "it has no layers".into() });
+        };
+        let dense = self.parts.iter().all(|part| part.bound.plan.has_dense_rows());
+        let attention = |launches: &ModelLaunches| launches.attention.iter().any(BoundAttendStep::writes_unseen_rows);
+        let unseen = self.parts.iter().any(|part| attention(&part.bound.launches));
+        if !dense || unseen || !self.is_for_graphs() {
+            let what =
+                "launches for tensors of a layer's own: the step packs a part of a prompt as a span, has queries \
+                        that see no token, or layouts of its own"
+                    .into();
+            return Err(Error::Unsupported { what, hint: "launch it with the tensors that it was bound to".into() });
+        }
+        let part = |bound: &super::model_step::Bound| PartLaunches { of: bound.launches.clone(), beside: bound.beside };
+        let parts = self.parts.iter().map(|part_of| part(part_of.bound)).collect();
+        Ok(StepLaunches { shape, rows, parts, layers: self.layers.clone() })
+    }
+}
+
+impl StepLaunches {
+    /// Stores the keys and values of a layer, by its place among the layers of the step.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer; [`Error::Elements`] for tensors of fewer rows than the step; errors
+    /// of the driver.
+    pub fn store(&self, stream: &Arc<CudaStream>, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
+        let (part, place) = self.part(layer)?;
+        let rows = RowLayout::token_major(self.rows, &self.shape);
+        rows.check("keys", keys.elements(), &self.shape)?;
+        rows.check("values", values.elements(), &self.shape)?;
+        of_layer::<BoundStoreStep>(&part.of.stores, place)?.launch_on(stream, keys, values)
+    }
+
+    /// Attends to a layer, whose tokens of the step are stored.
+    ///
+    /// # Errors
+    /// As [`StepLaunches::store`].
+    pub fn attend(&self, stream: &Arc<CudaStream>, layer: usize, queries: &Tensor, output: &Tensor) -> Result<()> {
+        self.attend_as(stream, layer, [queries, output], false)
+    }
+
+    /// Stores and attends in a row, which overlaps where the device can: see [`WrittenStep::launch`].
+    ///
+    /// # Errors
+    /// As [`StepLaunches::store`].
+    pub fn store_and_attend(&self, stream: &Arc<CudaStream>, layer: usize, tensors: &LayerTensors) -> Result<()> {
+        let beside = self.part(layer)?.0.beside;
+        self.store(stream, layer, &tensors.keys, &tensors.values)?;
+        self.attend_as(stream, layer, [&tensors.queries, &tensors.output], beside)
+    }
+
+    fn attend_as(
+        &self,
+        stream: &Arc<CudaStream>,
+        layer: usize,
+        [queries, output]: [&Tensor; 2],
+        beside: bool,
+    ) -> Result<()> {
+        let (part, place) = self.part(layer)?;
+        let expected = self.rows * self.shape.query_heads() * self.shape.head_dim();
+        for (what, tensor) in [("queries", queries), ("output", output)] {
+            if tensor.elements() < expected {
+                let heads = self.shape.query_heads();
+                let shape = format!("{} queries × {heads} query heads", self.rows);
+                return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
+            }
+        }
+        of_layer(&part.of.attention, place)?.launch_on(stream, queries, output, beside)
+    }
+
+    /// The part of a layer, and its place there.
+    fn part(&self, layer: usize) -> Result<(&PartLaunches, usize)> {
+        let LayerPlace { part, place } = self.layers.place(layer)?;
+        Ok((of_layer(&self.parts, part)?, place))
+    }
+}
