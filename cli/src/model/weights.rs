@@ -3,7 +3,7 @@
 use std::io::{self, Read, Seek, SeekFrom};
 
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::config::Metadata;
 use super::{ModelError, header};
@@ -122,6 +122,12 @@ impl Linear {
     /// Sets another weight of the same shape.
     pub fn set_weight(&mut self, weight: Tensor) {
         self.weight = weight;
+    }
+
+    /// The same on another device and in another type.
+    pub fn moved(&self, device: &Device, dtype: DType) -> candle_core::Result<Self> {
+        let moved = |tensor: &Tensor| tensor.to_device(device)?.to_dtype(dtype);
+        Ok(Self { weight: moved(&self.weight)?, bias: self.bias.as_ref().map(moved).transpose()? })
     }
 
     /// `[rows, inputs]` to `[rows, outputs]`.

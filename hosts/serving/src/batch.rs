@@ -6,7 +6,7 @@ use kvpack::cache::{ModelCache, TokenRun};
 /// The tokens of a step: runs of different lengths and sequences, whose rows follow each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
-    pub(crate) runs: Vec<BatchRun>,
+    runs: Vec<BatchRun>,
 }
 
 /// Consecutive tokens of one request.
@@ -25,6 +25,11 @@ pub struct BatchRun {
 }
 
 impl Batch {
+    /// These runs.
+    pub const fn new(runs: Vec<BatchRun>) -> Self {
+        Self { runs }
+    }
+
     /// The runs.
     pub fn runs(&self) -> &[BatchRun] {
         &self.runs

@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::{Batch, Request};
 
 /// What a queue took.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Figures {
     /// Requests.
     pub requests: usize,

@@ -180,8 +180,8 @@ impl<B: Backend + Clone> Scheduler<B> {
             };
             match admitted {
                 Ok(()) => self.waiting.pop_front(),
-                // Nothing has changed: it waits, unless prefixes have pages to give.
-                Err(KvError::NoRoom { .. }) if self.prefixes.let_go(&mut self.cache)? => continue,
+                // Nothing has changed: it waits, unless there are pages to give.
+                Err(KvError::NoRoom { .. }) if self.makes_room()? => continue,
                 Err(KvError::NoRoom { .. }) if self.running.is_empty() => return Err(Error::Budget { request }),
                 Err(KvError::NoRoom { .. }) => break,
                 Err(error) => return Err(error.into()),
@@ -189,6 +189,11 @@ impl<B: Backend + Clone> Scheduler<B> {
             self.running.push(Running { request, slot });
         }
         Ok(())
+    }
+
+    /// Whether memory came free that no request needs: that of a format which had more pages before, or a prefix.
+    fn makes_room(&mut self) -> Result<bool, Error> {
+        Ok(self.cache.trim()? > 0 || self.prefixes.let_go(&mut self.cache)?)
     }
 
     /// A batch that has room: prefixes that were not used for longest go first, then the newest request.
@@ -200,7 +205,7 @@ impl<B: Backend + Clone> Scheduler<B> {
                 block_on(self.cache.reserve_for_append(&runs))?;
                 return Ok(batch);
             }
-            if !self.prefixes.let_go(&mut self.cache)? {
+            if !self.makes_room()? {
                 self.preempt()?;
             }
         }
@@ -230,7 +235,7 @@ impl<B: Backend + Clone> Scheduler<B> {
                 runs.push(part);
             }
         }
-        Ok(Batch { runs })
+        Ok(Batch::new(runs))
     }
 
     /// Takes the newest request to the host.
