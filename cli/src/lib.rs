@@ -17,7 +17,10 @@ mod print;
 mod provenance;
 pub mod readers;
 
-pub use model::{Attention, Chunk, Config, Model, ModelError, PackedAttention, Tokenizer};
+pub use model::{
+    Activation, Attention, Chunk, Config, ExactAttention, LocalLayers, Model, ModelError, PackedAttention, RopePairs,
+    Tokenizer,
+};
 
 use std::process::ExitCode;
 

@@ -8,7 +8,7 @@ use candle_core::{D, DType, Device, Tensor};
 
 use super::config::{Activation, RopePairs};
 use super::projections::{Input, Projection};
-use super::weights::{Linear, Weights};
+use super::weights::{Linear, RandomTensors, Tensors, Weights};
 use super::{Attention, Chunk, Config, ModelError, Tokenizer, quantized};
 use crate::files;
 
@@ -92,10 +92,22 @@ impl Model {
         let mut weights = Weights::open(reader)?;
         let config = Config::read(weights.metadata())?;
         let tokenizer = Tokenizer::read(weights.metadata())?;
+        Self::of(config, tokenizer, &mut weights)
+    }
+
+    /// A model of random weights, for measurements. It knows `vocabulary` tokens and no text.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn random(config: Config, vocabulary: usize, device: &Device, dtype: DType) -> Result<Self> {
+        let mut tensors = RandomTensors { device: device.clone(), dtype };
+        Self::of(config, Tokenizer::without_text(vocabulary), &mut tensors)
+    }
+
+    fn of(config: Config, tokenizer: Tokenizer, weights: &mut impl Tensors) -> Result<Self> {
         let (width, vocabulary) = (config.width, tokenizer.vocabulary());
         let embedding = weights.tensor("token_embd.weight", &[vocabulary, width])?;
-        let layers =
-            (0..config.layers).map(|layer| Layer::load(&mut weights, &config, layer)).collect::<Result<_, _>>()?;
+        let layers = (0..config.layers).map(|layer| Layer::load(weights, &config, layer)).collect::<Result<_, _>>()?;
         let output_norm = weights.tensor("output_norm.weight", &[width])?;
         // Small models use the embedding for the output as well.
         let output = match weights.has("output.weight") {
@@ -103,7 +115,7 @@ impl Model {
             false => Linear::new(embedding.clone(), None),
         };
         let local_frequencies = config.local.map(|local| turns(local.rope_base, config.attention.head_dim()));
-        let frequencies = frequencies(&mut weights, &config)?;
+        let frequencies = frequencies(weights, &config)?;
         Ok(Self { config, tokenizer, embedding, layers, output_norm, output, frequencies, local_frequencies })
     }
 
@@ -261,7 +273,7 @@ impl Rotation {
 }
 
 impl Layer {
-    fn load(weights: &mut Weights<impl Read + Seek>, config: &Config, layer: usize) -> Result<Self, ModelError> {
+    fn load(weights: &mut impl Tensors, config: &Config, layer: usize) -> Result<Self, ModelError> {
         let name = |part: &str| format!("blk.{layer}.{part}");
         let (width, shape) = (config.width, &config.attention);
         let queries = shape.query_heads() * shape.head_dim();
@@ -346,7 +358,7 @@ impl Layer {
 }
 
 /// base^(-2i / head_dim), divided by the file's factors where it has some (Llama 3.1).
-fn frequencies(weights: &mut Weights<impl Read + Seek>, config: &Config) -> Result<Vec<f32>> {
+fn frequencies(weights: &mut impl Tensors, config: &Config) -> Result<Vec<f32>> {
     let half = config.attention.head_dim() / 2;
     let factors = match weights.has("rope_freqs.weight") {
         true => weights.tensor("rope_freqs.weight", &[half])?.to_vec1::<f32>()?,

@@ -2,9 +2,12 @@
 //! files, and the scheduler of `hosts/serving`.
 
 mod attention;
+pub mod checks;
 mod host;
 mod serve;
+mod study;
 
 pub use attention::{CpuSteps, Steps};
 pub use host::{Host, cache_layers};
 pub use serve::ServeArgs;
+pub use study::{Shape, StudyArgs};

@@ -2,62 +2,18 @@
 //! that overflow their budget.
 
 use std::collections::BTreeMap;
-use std::io::Cursor;
 use std::path::Path;
-use std::time::Duration;
 
-use candle_core::quantized::gguf_file::{self, Value};
-use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Tensor};
-use candle_host::{CpuSteps, Host, cache_layers};
+use candle_host::{CpuSteps, Host, cache_layers, checks};
 use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, TokenRun};
 use kvpack::cpu::{Cpu, nmse};
 use kvpack_cli::{Attention, Model, PackedAttention};
-use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, PARTS, RECIPES, Tiny};
-use kvpack_serving::{Batch, BatchRun, Figures, Prompt, Request, Scheduler, Settings};
+use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, PARTS, RECIPES};
+use kvpack_serving::{Batch, BatchRun, Figures, Request, Scheduler, Settings};
 use pollster::block_on;
 
-/// The bytes of a GGUF file.
-fn gguf(family: &str) -> Vec<u8> {
-    let Tiny { config, tensors } = Tiny::new(family).unwrap();
-    let number = |value: usize| Value::U32(value as u32);
-    let key = |name: &str| format!("{family}.{name}");
-    let piece = |token: usize| Value::String(char::from(33 + token as u8).to_string());
-    let mut metadata: Vec<(String, Value)> = vec![
-        ("general.architecture".into(), Value::String(family.into())),
-        (key("block_count"), number(config.layers)),
-        (key("context_length"), number(1000)),
-        (key("embedding_length"), number(config.width)),
-        (key("feed_forward_length"), number(config.feed_forward)),
-        (key("attention.head_count"), number(config.attention.query_heads())),
-        (key("attention.head_count_kv"), number(config.attention.kv_heads())),
-        (key("attention.layer_norm_rms_epsilon"), Value::F32(config.norm_epsilon as f32)),
-        ("tokenizer.ggml.model".into(), Value::String("gpt2".into())),
-        ("tokenizer.ggml.pre".into(), Value::String("smollm".into())),
-        ("tokenizer.ggml.merges".into(), Value::Array(vec![Value::String("! \"".into())])),
-    ];
-    let mut pieces: Vec<Value> = (0..config.vocabulary - 1).map(piece).collect();
-    pieces.push(Value::String("!\"".into()));
-    metadata.push(("tokenizer.ggml.tokens".into(), Value::Array(pieces)));
-    if let Some(local) = config.local {
-        metadata.push((key("attention.sliding_window"), number(local.left + 1)));
-    }
-    let quantized: Vec<(String, QTensor)> = tensors
-        .into_iter()
-        .map(|(name, (shape, elements))| {
-            let tensor = Tensor::from_vec(elements, shape, &Device::Cpu).unwrap();
-            (name, QTensor::quantize(&tensor, GgmlDType::F32).unwrap())
-        })
-        .collect();
-    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
-    let quantized: Vec<(&str, &QTensor)> = quantized.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    let mut bytes = Cursor::new(Vec::new());
-    gguf_file::write(&mut bytes, &metadata, &quantized).unwrap();
-    bytes.into_inner()
-}
-
 fn model(family: &str) -> Model {
-    Model::read(Cursor::new(gguf(family))).unwrap()
+    checks::model(family).unwrap()
 }
 
 /// The command's logits after the prompt of all tests.
@@ -151,15 +107,6 @@ fn logits_for_other_hosts_are_up_to_date() {
     }
 }
 
-/// Eight requests, the prompts of which begin alike.
-fn requests() -> Vec<Request> {
-    let request = |at: usize| {
-        let prompt = Prompt::Length { tokens: 140 + 40 * at, shared: 135, seed: at + 1 };
-        Request { arrival: Duration::from_millis(at as u64 / 3), prompt: prompt.drawn(63).unwrap(), output: 20 + at }
-    };
-    (0..8).map(request).collect()
-}
-
 fn serve(family: &str, recipe: &str, settings: Settings, budget: Budget) -> (Vec<Vec<u32>>, Figures) {
     let serve = |requests: Vec<Request>, settings: Settings, budget| {
         let model = model(family);
@@ -171,9 +118,9 @@ fn serve(family: &str, recipe: &str, settings: Settings, budget: Budget) -> (Vec
         (served.texts, served.figures)
     };
     if settings.sequences > 1 {
-        return serve(requests(), settings, budget);
+        return serve(checks::requests(), settings, budget);
     }
-    let alone = requests().into_iter().map(|of| Request { arrival: Duration::ZERO, ..of });
+    let alone = checks::requests().into_iter().map(|of| Request { arrival: std::time::Duration::ZERO, ..of });
     let texts = alone.map(|request| serve(vec![request], settings, budget).0.remove(0)).collect();
     (texts, Figures::default())
 }

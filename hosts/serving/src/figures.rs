@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use kvpack::backend::Backend;
-use kvpack::cache::ModelCache;
+use kvpack::cache::{ModelCache, StoreMemory};
 use serde::Serialize;
 
 use crate::{Batch, Request};
@@ -48,7 +48,7 @@ pub struct Percentiles {
 }
 
 /// Pages of all layers and formats, of 128 tokens of one layer each.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Pages {
     /// Pages that the cache has.
     pub allocated: usize,
@@ -58,6 +58,8 @@ pub struct Pages {
     pub allocated_bytes: u64,
     /// Most bytes in use after a step.
     pub most_in_use_bytes: u64,
+    /// Most pages in use after a step, by store, as [`CacheMemory::stores`](kvpack::cache::CacheMemory::stores) has them.
+    pub most_by_store: Vec<usize>,
 }
 
 /// Collects what figures are made of.
@@ -90,20 +92,17 @@ impl Recorder {
     pub(crate) fn step<B: Backend>(&mut self, cache: &ModelCache<B>, batch: &Batch) {
         self.steps += 1;
         self.most_requests = self.most_requests.max(batch.runs().len());
-        let (mut allocated, mut in_use) = (0, 0);
-        let (mut allocated_bytes, mut in_use_bytes) = (0, 0);
-        for store in cache.memory().stores() {
-            allocated += store.pages;
-            in_use += store.pages_in_use;
-            allocated_bytes += store.allocated_bytes;
-            in_use_bytes += store.in_use_bytes;
+        let memory = cache.memory();
+        let sum = |of: fn(&StoreMemory) -> usize| memory.stores().iter().map(of).sum();
+        let pages = &mut self.pages;
+        pages.allocated = sum(|store| store.pages);
+        pages.most_in_use = pages.most_in_use.max(sum(|store| store.pages_in_use));
+        pages.allocated_bytes = memory.allocated_bytes();
+        pages.most_in_use_bytes = pages.most_in_use_bytes.max(memory.in_use_bytes());
+        pages.most_by_store.resize(memory.stores().len(), 0);
+        for (most, store) in pages.most_by_store.iter_mut().zip(memory.stores()) {
+            *most = (*most).max(store.pages_in_use);
         }
-        self.pages = Pages {
-            allocated,
-            most_in_use: self.pages.most_in_use.max(in_use),
-            allocated_bytes,
-            most_in_use_bytes: self.pages.most_in_use_bytes.max(in_use_bytes),
-        };
     }
 
     pub(crate) fn found(&mut self, tokens: usize) {
@@ -139,7 +138,7 @@ impl Recorder {
             token_ms: Percentiles::of(gaps),
             most_requests_in_a_step: self.most_requests,
             preemptions: self.preemptions,
-            pages: self.pages,
+            pages: self.pages.clone(),
         }
     }
 }
@@ -160,7 +159,7 @@ impl Percentiles {
 impl fmt::Display for Figures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        let Pages { allocated, most_in_use, allocated_bytes, most_in_use_bytes } = self.pages;
+        let Pages { allocated, most_in_use, allocated_bytes, most_in_use_bytes, .. } = self.pages;
         let rows = [
             ("requests", format!("{}, at most {} in a step", self.requests, self.most_requests_in_a_step)),
             ("prompt tokens", format!("{}, {} of them shared", self.prompt_tokens, self.shared_tokens)),
