@@ -1,7 +1,7 @@
 //! What the `kvpack` command is made of.
 //!
-//! It is a library only so that others can run its parts on bytes of their own, as the fuzz targets do with its
-//! readers; nothing here is stable.
+//! It is a library only so that others can run its parts: the fuzz targets its readers, on bytes of their own, and the
+//! hosts of the repository its decoder. Nothing here is stable.
 
 mod adapters;
 mod backend;
@@ -16,6 +16,11 @@ mod outcome;
 mod print;
 mod provenance;
 pub mod readers;
+
+pub use model::{
+    Activation, Attention, Chunk, Config, ExactAttention, LocalLayers, Model, ModelError, PackedAttention, RopePairs,
+    Tokenizer,
+};
 
 use std::process::ExitCode;
 

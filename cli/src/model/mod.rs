@@ -36,7 +36,7 @@ mod weights;
 pub use attention::{Attention, Chunk, ExactAttention, softmax};
 pub use bias::{KeyBias, KeysWatched};
 pub use calibrate::{Calibration, Method, Remarks};
-pub use config::Config;
+pub use config::{Activation, Config, LocalLayers, RopePairs};
 pub use dense_prompt::DensePrompt;
 pub use error::ModelError;
 pub use packed::PackedAttention;

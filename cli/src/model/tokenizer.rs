@@ -75,6 +75,11 @@ impl Tokenizer {
         Ok(Self { inner, vocabulary: tokens.len(), begin, end: token("tokenizer.ggml.eos_token_id") })
     }
 
+    /// One that knows this many tokens and no text.
+    pub fn without_text(vocabulary: usize) -> Self {
+        Self { inner: tokenizers::Tokenizer::new(BPE::default()), vocabulary, begin: None, end: None }
+    }
+
     /// Number of tokens.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary

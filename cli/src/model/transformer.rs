@@ -4,15 +4,15 @@ use std::io::{BufReader, Read, Seek};
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use candle_core::{D, Device, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 
 use super::config::{Activation, RopePairs};
 use super::projections::{Input, Projection};
-use super::weights::{Linear, Weights};
+use super::weights::{Linear, RandomTensors, Tensors, Weights};
 use super::{Attention, Chunk, Config, ModelError, Tokenizer, quantized};
 use crate::files;
 
-/// A model, its weights in f32 on the CPU.
+/// A model, its weights in f32 on the CPU unless it [was moved](Model::moved).
 pub struct Model {
     /// Its shape.
     pub config: Config,
@@ -92,10 +92,22 @@ impl Model {
         let mut weights = Weights::open(reader)?;
         let config = Config::read(weights.metadata())?;
         let tokenizer = Tokenizer::read(weights.metadata())?;
+        Self::of(config, tokenizer, &mut weights)
+    }
+
+    /// A model of random weights, for measurements. It knows `vocabulary` tokens and no text.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn random(config: Config, vocabulary: usize, device: &Device, dtype: DType) -> Result<Self> {
+        let mut tensors = RandomTensors { device: device.clone(), dtype };
+        Self::of(config, Tokenizer::without_text(vocabulary), &mut tensors)
+    }
+
+    fn of(config: Config, tokenizer: Tokenizer, weights: &mut impl Tensors) -> Result<Self> {
         let (width, vocabulary) = (config.width, tokenizer.vocabulary());
         let embedding = weights.tensor("token_embd.weight", &[vocabulary, width])?;
-        let layers =
-            (0..config.layers).map(|layer| Layer::load(&mut weights, &config, layer)).collect::<Result<_, _>>()?;
+        let layers = (0..config.layers).map(|layer| Layer::load(weights, &config, layer)).collect::<Result<_, _>>()?;
         let output_norm = weights.tensor("output_norm.weight", &[width])?;
         // Small models use the embedding for the output as well.
         let output = match weights.has("output.weight") {
@@ -103,8 +115,21 @@ impl Model {
             false => Linear::new(embedding.clone(), None),
         };
         let local_frequencies = config.local.map(|local| turns(local.rope_base, config.attention.head_dim()));
-        let frequencies = frequencies(&mut weights, &config)?;
+        let frequencies = frequencies(weights, &config)?;
         Ok(Self { config, tokenizer, embedding, layers, output_norm, output, frequencies, local_frequencies })
+    }
+
+    /// The same on another device and in another type of weights; those of norms stay in f32.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn moved(mut self, device: &Device, dtype: DType) -> Result<Self> {
+        self.embedding = self.embedding.to_device(device)?.to_dtype(dtype)?;
+        self.output_norm = self.output_norm.to_device(device)?;
+        self.output = self.output.moved(device, dtype)?;
+        let layers = self.layers.into_iter().map(|layer| layer.moved(device, dtype));
+        self.layers = layers.collect::<candle_core::Result<_>>()?;
+        Ok(self)
     }
 
     /// Checks that so many tokens fit the context.
@@ -123,8 +148,16 @@ impl Model {
     /// # Errors
     /// [`ModelError::Context`] beyond the context, and what attention says.
     pub fn forward(&self, tokens: &[u32], position: usize, attention: &mut dyn Attention) -> Result<Tensor> {
-        self.check_context(position + tokens.len())?;
-        let rotations = self.rotations(position, tokens.len())?;
+        self.forward_at(tokens, &(position..position + tokens.len()).collect::<Vec<_>>(), attention)
+    }
+
+    /// The same for tokens at any positions, of any sequences: `attention` knows whose they are.
+    ///
+    /// # Errors
+    /// [`ModelError::Context`] beyond the context, and what attention says.
+    pub fn forward_at(&self, tokens: &[u32], positions: &[usize], attention: &mut dyn Attention) -> Result<Tensor> {
+        self.check_context(positions.iter().max().map_or(0, |newest| newest + 1))?;
+        let rotations = self.rotations_at(positions)?;
         let mut stream = self.embedded(tokens)?;
         for index in 0..self.layers.len() {
             stream = self.layer(index, &stream, &rotations, attention, &mut |_, _| Ok(()))?;
@@ -134,15 +167,20 @@ impl Model {
 
     /// The residual stream `[tokens, width]` before the first layer.
     pub fn embedded(&self, tokens: &[u32]) -> Result<Tensor> {
-        let embedded = self.embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        let embedded = self.embedding.index_select(&Tensor::new(tokens, self.embedding.device())?, 0)?;
         Ok((embedded * self.config.embedding_scale)?)
     }
 
     /// The rotations of the tokens at `position` and after it.
     pub fn rotations(&self, position: usize, tokens: usize) -> Result<Rotations> {
-        let local = self.local_frequencies.as_ref();
-        let local = local.map(|frequencies| Rotation::new(frequencies, position, tokens)).transpose()?;
-        Ok(Rotations { global: Rotation::new(&self.frequencies, position, tokens)?, local })
+        self.rotations_at(&(position..position + tokens).collect::<Vec<_>>())
+    }
+
+    /// The rotations of tokens at these positions.
+    fn rotations_at(&self, positions: &[usize]) -> Result<Rotations> {
+        let rotation = |frequencies: &Vec<f32>| Rotation::new(frequencies, positions, &self.embedding);
+        let local = self.local_frequencies.as_ref().map(rotation).transpose()?;
+        Ok(Rotations { global: rotation(&self.frequencies)?, local })
     }
 
     /// The residual stream behind a layer; `watch` sees what the projections of the layer take.
@@ -181,10 +219,12 @@ impl Model {
         Ok(self.output.forward(&self.norm(stream, &self.output_norm)?)?)
     }
 
-    /// x / √(mean x² + ε) · weight.
+    /// x / √(mean x² + ε) · weight, in f32.
     fn norm(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+        let (x, of) = (x.to_dtype(DType::F32)?, x.dtype());
         let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
-        x.broadcast_div(&(mean_square + self.config.norm_epsilon)?.sqrt()?)?.broadcast_mul(weight)
+        let normed = x.broadcast_div(&(mean_square + self.config.norm_epsilon)?.sqrt()?)?;
+        normed.broadcast_mul(weight)?.to_dtype(of)
     }
 
     /// The same where there is a weight.
@@ -209,12 +249,12 @@ impl Model {
 }
 
 impl Rotation {
-    /// The rotation of the tokens at `position` and after it.
-    fn new(frequencies: &[f32], position: usize, tokens: usize) -> candle_core::Result<Self> {
-        let angles = (position..position + tokens)
-            .flat_map(|position| frequencies.iter().map(move |frequency| position as f32 * frequency));
-        let angles = Tensor::from_vec(angles.collect(), (tokens, 1, frequencies.len()), &Device::Cpu)?;
-        Ok(Self { cos: angles.cos()?, sin: angles.sin()? })
+    /// The rotation of tokens at these positions, on the device and in the type of a tensor.
+    fn new(frequencies: &[f32], positions: &[usize], of: &Tensor) -> candle_core::Result<Self> {
+        let angles =
+            positions.iter().flat_map(|&position| frequencies.iter().map(move |frequency| position as f32 * frequency));
+        let angles = Tensor::from_vec(angles.collect(), (positions.len(), 1, frequencies.len()), of.device())?;
+        Ok(Self { cos: angles.cos()?.to_dtype(of.dtype())?, sin: angles.sin()?.to_dtype(of.dtype())? })
     }
 
     /// Rotary position encoding of `[tokens, heads, head_dim]`.
@@ -233,7 +273,7 @@ impl Rotation {
 }
 
 impl Layer {
-    fn load(weights: &mut Weights<impl Read + Seek>, config: &Config, layer: usize) -> Result<Self, ModelError> {
+    fn load(weights: &mut impl Tensors, config: &Config, layer: usize) -> Result<Self, ModelError> {
         let name = |part: &str| format!("blk.{layer}.{part}");
         let (width, shape) = (config.width, &config.attention);
         let queries = shape.query_heads() * shape.head_dim();
@@ -260,6 +300,27 @@ impl Layer {
             gate: weights.linear(&name("ffn_gate"), width, inner)?,
             up: weights.linear(&name("ffn_up"), width, inner)?,
             down: weights.linear(&name("ffn_down"), inner, width)?,
+        })
+    }
+
+    fn moved(self, device: &Device, dtype: DType) -> candle_core::Result<Self> {
+        let norm = |norm: Tensor| norm.to_device(device);
+        let some_norm = |weight: Option<Tensor>| weight.map(norm).transpose();
+        let linear = |linear: Linear| linear.moved(device, dtype);
+        Ok(Self {
+            attention_norm: norm(self.attention_norm)?,
+            query: linear(self.query)?,
+            key: linear(self.key)?,
+            value: linear(self.value)?,
+            query_norm: some_norm(self.query_norm)?,
+            key_norm: some_norm(self.key_norm)?,
+            attention_output: linear(self.attention_output)?,
+            attention_output_norm: some_norm(self.attention_output_norm)?,
+            feed_forward_norm: norm(self.feed_forward_norm)?,
+            feed_forward_output_norm: some_norm(self.feed_forward_output_norm)?,
+            gate: linear(self.gate)?,
+            up: linear(self.up)?,
+            down: linear(self.down)?,
         })
     }
 
@@ -297,7 +358,7 @@ impl Layer {
 }
 
 /// base^(-2i / head_dim), divided by the file's factors where it has some (Llama 3.1).
-fn frequencies(weights: &mut Weights<impl Read + Seek>, config: &Config) -> Result<Vec<f32>> {
+fn frequencies(weights: &mut impl Tensors, config: &Config) -> Result<Vec<f32>> {
     let half = config.attention.head_dim() / 2;
     let factors = match weights.has("rope_freqs.weight") {
         true => weights.tensor("rope_freqs.weight", &[half])?.to_vec1::<f32>()?,

@@ -3,7 +3,7 @@
 use std::io::{self, Read, Seek, SeekFrom};
 
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::config::Metadata;
 use super::{ModelError, header};
@@ -20,6 +20,52 @@ pub struct Linear {
     weight: Tensor,
     /// `[outputs]`.
     bias: Option<Tensor>,
+}
+
+/// Tensors by the names that they have in GGUF files.
+pub trait Tensors {
+    /// True if there is such a tensor.
+    fn has(&self, name: &str) -> bool;
+
+    /// A tensor, which must have this shape.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`].
+    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError>;
+
+    /// A dense layer; its bias is read where there is one.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`].
+    fn linear(&mut self, name: &str, inputs: usize, outputs: usize) -> Result<Linear, ModelError> {
+        let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
+        let bias_name = format!("{name}.bias");
+        let bias = if self.has(&bias_name) { Some(self.tensor(&bias_name, &[outputs])?) } else { None };
+        Ok(Linear::new(weight, bias))
+    }
+}
+
+/// Normal numbers, for measurements of shapes whose weights cannot be had. Norms multiply with 1.
+pub struct RandomTensors {
+    /// Where they lie.
+    pub device: Device,
+    /// The type of weights; that of norms is f32.
+    pub dtype: DType,
+}
+
+impl Tensors for RandomTensors {
+    fn has(&self, _: &str) -> bool {
+        false
+    }
+
+    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        let tensor = if name.ends_with("norm.weight") {
+            Tensor::ones(shape, DType::F32, &self.device)
+        } else {
+            Tensor::randn(0f32, 0.02, shape, &self.device).and_then(|tensor| tensor.to_dtype(self.dtype))
+        };
+        tensor.map_err(|reason| ModelError::Tensor { name: name.into(), reason: reason.to_string() })
+    }
 }
 
 impl<R: Read + Seek> Weights<R> {
@@ -58,17 +104,14 @@ impl<R: Read + Seek> Weights<R> {
     pub fn metadata(&self) -> &Metadata {
         &self.content.metadata
     }
+}
 
-    /// True if there is such a tensor.
-    pub fn has(&self, name: &str) -> bool {
+impl<R: Read + Seek> Tensors for Weights<R> {
+    fn has(&self, name: &str) -> bool {
         self.content.tensor_infos.contains_key(name)
     }
 
-    /// A tensor, which must have this shape.
-    ///
-    /// # Errors
-    /// [`ModelError::Tensor`].
-    pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
         let wrong = |reason: String| ModelError::Tensor { name: name.into(), reason };
         let Some(info) = self.content.tensor_infos.get(name) else {
             return Err(wrong("the file does not hold it".into()));
@@ -78,17 +121,6 @@ impl<R: Read + Seek> Weights<R> {
         }
         let quantized = self.content.tensor(&mut self.reader, name, &Device::Cpu);
         quantized.and_then(|tensor| tensor.dequantize(&Device::Cpu)).map_err(|reason| wrong(reason.to_string()))
-    }
-
-    /// A dense layer; its bias is read where the file has one.
-    ///
-    /// # Errors
-    /// [`ModelError::Tensor`].
-    pub fn linear(&mut self, name: &str, inputs: usize, outputs: usize) -> Result<Linear, ModelError> {
-        let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
-        let bias_name = format!("{name}.bias");
-        let bias = if self.has(&bias_name) { Some(self.tensor(&bias_name, &[outputs])?) } else { None };
-        Ok(Linear::new(weight, bias))
     }
 }
 
@@ -122,6 +154,12 @@ impl Linear {
     /// Sets another weight of the same shape.
     pub fn set_weight(&mut self, weight: Tensor) {
         self.weight = weight;
+    }
+
+    /// The same on another device and in another type.
+    pub fn moved(&self, device: &Device, dtype: DType) -> candle_core::Result<Self> {
+        let moved = |tensor: &Tensor| tensor.to_device(device)?.to_dtype(dtype);
+        Ok(Self { weight: moved(&self.weight)?, bias: self.bias.as_ref().map(moved).transpose()? })
     }
 
     /// `[rows, inputs]` to `[rows, outputs]`.

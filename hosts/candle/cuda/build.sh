@@ -10,7 +10,7 @@
 #   CUDA_COMPUTE_CAP   another capability than 90
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-built="$PWD/../../target/hosts"
+built="$PWD/../../../target/hosts"
 toolkit="$built/cuda-13.0"
 cuda="$toolkit/cuda"
 export CUDA_COMPUTE_CAP="${CUDA_COMPUTE_CAP:-90}"
@@ -30,23 +30,52 @@ install_toolkit() {
     ln -sfn lib "$cuda/lib64"
 }
 
+# The folder of a package's source.
+package() {
+    cargo metadata --locked --format-version 1 | python3 -c '
+import json, os, sys
+packages = json.load(sys.stdin)["packages"]
+print(*(os.path.dirname(p["manifest_path"]) for p in packages if p["name"] == sys.argv[1]))' "$1"
+}
+
 # A stub library with the names of the driver's functions.
 stub_driver() {
     local bindings
-    bindings=$(cargo metadata --locked --format-version 1 | python3 -c '
-import json, os, sys
-packages = json.load(sys.stdin)["packages"]
-print(*(os.path.dirname(p["manifest_path"]) for p in packages if p["name"] == "cudarc"))')/src/driver/sys/mod.rs
+    bindings=$(package cudarc)/src/driver/sys/mod.rs
     grep -oE '\bfn cu[A-Z][A-Za-z0-9_]*' "$bindings" | sort -u | sed 's/fn \(.*\)/void \1(void) {}/' >"$toolkit/cuda.c"
     cc -shared -Wl,-soname,libcuda.so.1 -o "$cuda/lib/libcuda.so" "$toolkit/cuda.c"
 }
 
+# candle's kernels for quantised matrices and mixtures of experts take half an hour to compile, and the programs call none
+# of them. In their place nvcc compiles functions that end the process. The kernels that the programs call are PTX, which the
+# driver assembles.
+stub_kernels() {
+    local functions
+    functions=$(package candle-kernels)/src/ffi.rs
+    echo '#include <stdlib.h>' >"$toolkit/stubs.cu"
+    grep -oE '\bpub fn [a-z][A-Za-z0-9_]*' "$functions" | sort -u | sed 's/pub fn \(.*\)/extern "C" void \1() { abort(); }/' \
+        >>"$toolkit/stubs.cu"
+    : >"$toolkit/empty.cu"
+    mv "$cuda/bin/nvcc" "$cuda/bin/nvcc-of-nvidia"
+    cat >"$cuda/bin/nvcc" <<EOF
+#!/usr/bin/env bash
+arguments=()
+for argument; do
+    case "\$argument" in
+        */moe_gguf.cu) argument="$toolkit/stubs.cu" ;;
+        */moe_*.cu | */mmvq_*.cu | */mmq_*.cu) argument="$toolkit/empty.cu" ;;
+    esac
+    arguments+=("\$argument")
+done
+exec "$cuda/bin/nvcc-of-nvidia" "\${arguments[@]}"
+EOF
+    chmod +x "$cuda/bin/nvcc"
+}
+
 [ -e "$cuda/lib/libcurand.so" ] || install_toolkit
 [ -e "$cuda/lib/libcuda.so" ] || stub_driver
+[ -e "$toolkit/stubs.cu" ] || stub_kernels
 
-# candle's kernels for quantised matrices take most of the time to assemble, and the program calls none of them. The kernels
-# that it calls are PTX, which the driver assembles.
-export NVCC_APPEND_FLAGS='-Xptxas -O0'
 export CUDA_HOME="$cuda" PATH="$cuda/bin:$PATH" LIBRARY_PATH="$cuda/lib"
 cargo build --locked --release --target-dir "$built/candle" "$@"
 cp "$built/candle/release/candle-host" "$built/candle-host"
