@@ -12,7 +12,7 @@
 // enter as code - zero, which f16 holds.
 //
 // Macros: BITS, CHUNKS, GROUP_CHUNKS, OUTPUTS, ALL_ROWS, ROWS (of a block of linear_fma, at most 4), INPUT and OUTPUT
-// (0 f32, 1 f16, 2 bf16), SINGLE_SCALES (1 if scales are f32).
+// (0 f32, 1 f16, 2 bf16), SINGLE_SCALES (1 if scales are f32), IN_STRIPS (1 if chunks and scales lie in strips).
 //
 // Sums are f32 and run in a fixed order.
 
@@ -27,6 +27,17 @@ struct LinearCall {
     u64 inputs;
     u64 outputs;
 };
+
+// Where a chunk of an output lies, and a scale. A strip has 16 outputs.
+__device__ __forceinline__ size_t chunk_at(size_t output, u32 chunk) {
+    if (!IN_STRIPS) return output * CHUNKS + chunk;
+    return 64 * (output / 16 * (CHUNKS / 4) + chunk / 4) + output % 16 * 4 + chunk % 4;
+}
+
+__device__ __forceinline__ size_t scale_at(size_t output, u32 group) {
+    if (!IN_STRIPS) return output * GROUPS + group;
+    return 16 * (output / 16 * GROUPS + group) + output % 16;
+}
 
 struct Chunk {
     u32 words[BITS];
@@ -160,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const size_t output = min(first + n, OUTPUTS - 1u);
-            chunks[n] = load_chunk(call.codes, output * CHUNKS + chunk);
-            scales[n] = load_scale(call.scales, output * GROUPS + chunk / GROUP_CHUNKS);
+            chunks[n] = load_chunk(call.codes, chunk_at(output, chunk));
+            scales[n] = load_scale(call.scales, scale_at(output, chunk / GROUP_CHUNKS));
         }
 #pragma unroll
         for (int q = 0; q < 4; q++) {
@@ -211,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
     }
 }
 
-#if INPUT == 1 && GROUP_CHUNKS % 4 == 0
+#if INPUT == 1 && GROUP_CHUNKS % 4 == 0 && !IN_STRIPS
 
 constexpr u32 WARPS = 8;
 constexpr u32 STEPS = CHUNKS / 4;
