@@ -39,6 +39,13 @@ __device__ __forceinline__ size_t scale_at(size_t output, u32 group) {
     return 16 * (output / 16 * GROUPS + group) + output % 16;
 }
 
+// Where octet `octet` of a chunk comes among those of a row of activations. Where groups are whole steps of four chunks,
+// chunk t of a step has the octets t, t + 4, t + 8 and t + 12.
+__device__ __forceinline__ u32 octet_at(u32 chunk, u32 octet) {
+    if (GROUP_CHUNKS % 4 != 0) return 4 * chunk + octet;
+    return 16 * (chunk / 4) + 4 * octet + chunk % 4;
+}
+
 struct Chunk {
     u32 words[BITS];
 };
@@ -159,6 +166,8 @@ __device__ __forceinline__ void load_inputs(u64 inputs, size_t octet, float (&x)
     }
 }
 
+#if INPUT != 1 || GROUP_CHUNKS % 4 != 0
+
 // A block has four outputs and ROWS rows; 64 threads take the chunks in turn.
 extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constant__ LinearCall call) {
     __shared__ float partial[4 * ROWS][64];
@@ -189,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
             for (int m = 0; m < ROWS; m++) {
                 const u32 row = min(first_row + m, ALL_ROWS - 1u);
                 float x[8];
-                load_inputs(call.inputs, (static_cast<size_t>(row) * CHUNKS + chunk) * 4 + q, x);
+                load_inputs(call.inputs, static_cast<size_t>(row) * (4 * CHUNKS) + octet_at(chunk, q), x);
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const float by = x[i] * (1.0f / (1 << log_factor(4 * q + i / 2)));
@@ -222,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
     }
 }
 
-#if INPUT == 1 && GROUP_CHUNKS % 4 == 0 && !IN_STRIPS
+#elif !IN_STRIPS
 
 constexpr u32 WARPS = 8;
 constexpr u32 STEPS = CHUNKS / 4;
@@ -275,10 +284,11 @@ __device__ __forceinline__ void add_step(const LinearCall& call, const Step& loa
         for (u32 tile = 0; tile < TILES; tile++) {
             const u32 row = 8 * tile + lane / 4;
             if (row < ALL_ROWS) {
-                const size_t chunk = static_cast<size_t>(row) * CHUNKS + 4 * step + lane % 4;
-                const uint4* at = reinterpret_cast<const uint4*>(call.inputs) + 4 * chunk + 2 * half;
-                inputs[tile][0] = __ldg(at);
-                inputs[tile][1] = __ldg(at + 1);
+                const uint4* of_row = reinterpret_cast<const uint4*>(call.inputs) + static_cast<size_t>(row) * (4 * CHUNKS);
+#pragma unroll
+                for (u32 i = 0; i < 2; i++) {
+                    inputs[tile][i] = __ldg(of_row + octet_at(4 * step + lane % 4, 2 * half + i));
+                }
             }
         }
 #pragma unroll

@@ -8,16 +8,20 @@
 // sums, and a step adds scale · (Σ x · code - zero · Σ x) to its outputs, in units of 2^-24.
 //
 // Weights stream through rings in shared memory, one of each warp. Activations stay in registers while a warp goes
-// through the strips of its block. Sums are f32 and run in a fixed order.
+// through the strips of its cluster. The blocks of a cluster share the steps, and each adds the sums of both for half of
+// the strips. Sums are f32 and run in a fixed order.
 //
-// Macros beside those of linear.cu: WARPS, GRID (blocks), TOGETHER (steps whose activations a warp holds), AHEAD (strips
-// of a ring), WINDOW and BUFFERS (strips whose sums are added together; 2 if a block has more strips than that).
+// Macros beside those of linear.cu: WARPS, CLUSTER (blocks of a cluster, 1 or 2), GRID (clusters), TOGETHER (steps whose
+// activations a warp holds), AHEAD (strips of a ring), WINDOW and BUFFERS (strips whose sums are added together; 2 if a
+// cluster has more strips than that).
 
-// A step is four chunks, a strip 16 outputs. A block takes strips, its warps take shares of the steps.
+// A step is four chunks, a strip 16 outputs. A cluster takes strips, the warps of its blocks take shares of the steps.
 constexpr u32 STEPS = CHUNKS / 4;
 constexpr u32 TILES = (ALL_ROWS + 7) / 8;
 constexpr u32 STRIPS = (OUTPUTS + 15) / 16;
-constexpr u32 MOST_STEPS = (STEPS + WARPS - 1) / WARPS;
+constexpr u32 ALL_WARPS = CLUSTER * WARPS;
+constexpr u32 MOST_STEPS = (STEPS + ALL_WARPS - 1) / ALL_WARPS;
+constexpr u32 MOST_STRIPS = (STRIPS + GRID - 1) / GRID;
 // A warp keeps the activations of TOGETHER steps in registers and takes all strips with them, then come the next ones.
 constexpr u32 PHASES = (MOST_STEPS + TOGETHER - 1) / TOGETHER;
 
@@ -26,7 +30,7 @@ constexpr u32 PIECES = 16 * BITS;
 constexpr u32 COPIES = (PIECES + 31) / 32;
 constexpr u32 SCALE_BYTES = SINGLE_SCALES ? 8 : 4;
 constexpr u32 CODE_BYTES = 2 * 32 * 4 * BITS;
-constexpr u32 SLOT_BYTES = CODE_BYTES + (BITS == 8 ? 128 : 16 * SCALE_BYTES);
+constexpr u32 SLOT_BYTES = CODE_BYTES + 16 * SCALE_BYTES;
 
 // A warp's ring holds its steps of AHEAD strips.
 constexpr u32 SLOTS = AHEAD * TOGETHER;
@@ -102,16 +106,8 @@ struct Places {
     u32 pieces, copied, chunk, scale;
 };
 
-// Rows of 8 bits fill all banks, so every second one has its halves exchanged: two rows are read together.
-__device__ __forceinline__ u32 place_of_piece(u32 piece) {
-    if (BITS != 8) return 16 * piece;
-    const u32 row = piece / 8, chunk = piece % 8 / 2, half = piece % 2;
-    return 128 * row + 64 * (half ^ row % 2) + 16 * chunk;
-}
-
 __device__ __forceinline__ Places places_of(u32 ring, u32 lane) {
-    const u32 chunk = BITS == 8 ? lane / 4 * 128 + lane / 4 % 2 * 64 + lane % 4 * 16 : lane * (4 * BITS);
-    return {kept(ring + place_of_piece(lane)), kept(ring + CODE_BYTES + lane % 16 * SCALE_BYTES), kept(ring + chunk),
+    return {kept(ring + 16 * lane), kept(ring + CODE_BYTES + lane % 16 * SCALE_BYTES), kept(ring + lane * (4 * BITS)),
             kept(ring + CODE_BYTES + lane / 4 * SCALE_BYTES)};
 }
 
@@ -131,10 +127,6 @@ __device__ __forceinline__ Chunk copied_chunk(const Places& of, u32 slot, u32 wh
     if constexpr (BITS == 4) {
         const uint4 x = shared16(at);
         c.words[0] = x.x, c.words[1] = x.y, c.words[2] = x.z, c.words[3] = x.w;
-    } else if constexpr (BITS == 8) {
-        const uint4 x = shared16(at), y = shared16(at ^ 64);
-        c.words[0] = x.x, c.words[1] = x.y, c.words[2] = x.z, c.words[3] = x.w;
-        c.words[4] = y.x, c.words[5] = y.y, c.words[6] = y.z, c.words[7] = y.w;
     } else if constexpr (BITS == 2) {
         const uint2 x = shared8(at);
         c.words[0] = x.x, c.words[1] = x.y;
@@ -164,12 +156,12 @@ __device__ __forceinline__ constexpr int pair_of(int j, int which) {
     return BITS == 2 ? TWO[at] : BITS == 3 ? THREE[at] : FOUR[at];
 }
 
-// The sums that codes of a factor go to; 8 bits have one factor.
-constexpr int CLASSES = BITS == 2 ? 4 : BITS == 3 ? 3 : BITS == 4 ? 2 : 1;
+// The sums that codes of a factor go to.
+constexpr int CLASSES = BITS == 2 ? 4 : BITS == 3 ? 3 : 2;
 
 __device__ __forceinline__ constexpr int class_of(int j) {
     if (BITS == 3 && j == 7) return 0;
-    return log_factor(pair_of(j, 0)) / (BITS == 8 ? 1 : BITS);
+    return log_factor(pair_of(j, 0)) / BITS;
 }
 
 // A pair of codes as two f16 numbers below the least normal one: f · code · 2^-24.
@@ -180,8 +172,6 @@ __device__ __forceinline__ u32 small_field(const Chunk& c, int pair) {
         word = c.words[pair / 8] >> (pair % 8 < 4 ? 0 : 8);
     } else if (BITS == 4) {
         word = c.words[pair / 4] >> (pair % 4 < 2 ? 0 : 8);
-    } else if (BITS == 8) {
-        word = c.words[pair / 2] >> (8 * (pair % 2));
     } else if (pair == 15) {
         return ((c.words[0] >> 15) & 0x00010001u) | ((c.words[1] >> 14) & 0x00020002u) |
                ((c.words[BITS - 1] >> 13) & 0x00040004u);
@@ -207,13 +197,13 @@ __device__ __forceinline__ Inputs load_step_inputs(const LinearCall& call, u32 s
     for (u32 tile = 0; tile < TILES; tile++) {
         const u32 row = 8 * tile + lane / 4;
         if (has && row < ALL_ROWS) {
-            const u64 at = call.inputs + 64 * (static_cast<u64>(row) * CHUNKS + 4 * step + lane % 4);
+            const u64 of_row = call.inputs + 64 * (static_cast<u64>(row) * CHUNKS);
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
                 u32* const to = x.pairs[tile] + 4 * i;
                 asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                              : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                             : "l"(at + 16 * i)
+                             : "l"(of_row + 16 * octet_at(4 * step + lane % 4, i))
                              : "memory");
             }
         }
@@ -278,6 +268,25 @@ __device__ __forceinline__ void store_partial(float* partial, const float (&sums
     }
 }
 
+// The block of the cluster that adds the sums of a strip and writes its outputs.
+__device__ __forceinline__ u32 owner_of(u32 strip) { return strip % CLUSTER; }
+
+__device__ __forceinline__ u32 rank_in_cluster() { return blockIdx.x % CLUSTER; }
+
+__device__ __forceinline__ void store_sum(const LinearCall& call, u32 row, u32 strip, u32 output, float sum) {
+    if (16 * strip + output < OUTPUTS) store(call.outputs, row, 16 * strip + output, sum / UNIT);
+}
+
+// Writes a number to the same place in another block of the cluster.
+__device__ __forceinline__ void store_at(u32 block, float* to, float x) {
+    const u32 local = static_cast<u32>(__cvta_generic_to_shared(to));
+    asm volatile("{\n .reg .u32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 " st.shared::cluster.f32 [remote], %2;\n}"
+                 :
+                 : "r"(local), "r"(block), "f"(x)
+                 : "memory");
+}
+
 // Adds the sums of the warps over a window of strips.
 __device__ __forceinline__ void gather(const LinearCall& call, const float* partial, float* block_sums, u32 first_strip,
                                        u32 from, u32 to, u32 phase) {
@@ -291,9 +300,24 @@ __device__ __forceinline__ void gather(const LinearCall& call, const float* part
         for (u32 w = 0; w < WARPS; w++) sum += at[w * PARTIAL];
         if (phase + 1 < PHASES) {
             *block_sum = sum;
-        } else if (16 * (from + strip) + output < OUTPUTS) {
-            store(call.outputs, row, 16 * (from + strip) + output, sum / UNIT);
+        } else if (CLUSTER == 1) {
+            store_sum(call, row, from + strip, output, sum);
+        } else if (owner_of(from + strip) == rank_in_cluster()) {
+            *block_sum = sum;
+        } else {
+            store_at(owner_of(from + strip), block_sum + MOST_STRIPS * (16 * ALL_ROWS), sum);
         }
+    }
+}
+
+// Adds the sums of both blocks over the strips that this one owns.
+__device__ __forceinline__ void gather_cluster(const LinearCall& call, const float* block_sums, u32 first_strip,
+                                               u32 last_strip) {
+    for (u32 i = threadIdx.x; i < (last_strip - first_strip) * (16 * ALL_ROWS); i += 32 * WARPS) {
+        const u32 strip = first_strip + i / (16 * ALL_ROWS);
+        if (owner_of(strip) != rank_in_cluster()) continue;
+        const float sum = block_sums[i] + block_sums[MOST_STRIPS * (16 * ALL_ROWS) + i];
+        store_sum(call, i / 16 % ALL_ROWS, strip, i % 16, sum);
     }
 }
 
@@ -302,9 +326,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) linear_strips(const __g
     float* const partial = reinterpret_cast<float*>(shared + RINGS_BYTES);
     float* const block_sums = partial + BUFFERS * WINDOW * WARPS * PARTIAL;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 first_step = warp * STEPS / WARPS, steps = (warp + 1) * STEPS / WARPS - first_step;
-    const u32 first_strip = static_cast<u64>(blockIdx.x) * STRIPS / GRID;
-    const u32 last_strip = static_cast<u64>(blockIdx.x + 1) * STRIPS / GRID;
+    const u32 cluster = blockIdx.x / CLUSTER, share = rank_in_cluster() * WARPS + warp;
+    const u32 first_step = share * STEPS / ALL_WARPS, steps = (share + 1) * STEPS / ALL_WARPS - first_step;
+    const u32 first_strip = static_cast<u64>(cluster) * STRIPS / GRID;
+    const u32 last_strip = static_cast<u64>(cluster + 1) * STRIPS / GRID;
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     const u32 ring = static_cast<u32>(__cvta_generic_to_shared(shared)) + warp * (SLOTS * SLOT_BYTES);
     const Places places = places_of(ring, lane);
     auto has_step = [&](u32 phase, u32 s) { return phase * TOGETHER + s < steps; };
@@ -335,6 +361,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) linear_strips(const __g
     }
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    // The other block has begun, so its shared memory can be written.
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     u32 slot = 0, window = 0;
 #pragma unroll 1
     for (u32 phase = 0; phase < PHASES; phase++) {
@@ -360,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) linear_strips(const __g
                 __syncwarp();
                 copy_step(from, places, at, s, lane, has_step(next_phase, s));
                 asm volatile("cp.async.commit_group;" ::: "memory");
-                if (STEPS % (WARPS * TOGETHER) == 0 || has) add_step(step, x[s], sums);
+                if (STEPS % (ALL_WARPS * TOGETHER) == 0 || has) add_step(step, x[s], sums);
             }
             advance();
             slot = AHEAD == 1 || slot == (AHEAD - 1) * TOGETHER * SLOT_BYTES ? 0 : slot + TOGETHER * SLOT_BYTES;
@@ -375,5 +403,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) linear_strips(const __g
                 if (BUFFERS == 1 && PHASES > 1) __syncthreads();
             }
         }
+    }
+    if (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        gather_cluster(call, block_sums, first_strip, last_strip);
     }
 }

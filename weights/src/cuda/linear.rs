@@ -13,7 +13,7 @@ use crate::MOST_ROWS;
 use crate::error::Result;
 use crate::linear::QuantizedLinear;
 use crate::shape::{Bits, LinearShape};
-use crate::stored::{CHUNK, Scales, Stored};
+use crate::stored::{CHUNK, Octets, Scales, Stored};
 
 /// Bytes at whose multiples kernels read activations.
 const ALIGNMENT: u64 = 16;
@@ -74,7 +74,7 @@ impl Linear {
     /// [`Error::Format`](crate::Error::Format) for groups of very different sizes;
     /// [`Error::Device`](crate::Error::Device) when the device has too little memory.
     pub fn upload(stream: &Arc<CudaStream>, linear: &QuantizedLinear) -> Result<Self> {
-        let mut stored = Stored::new(linear)?;
+        let mut stored = Stored::new(linear, Octets::EveryFourth)?;
         let in_strips = strips::has_kernel(&DeviceFacts::of(stream.context())?, linear.bits(), &stored, linear.shape());
         if in_strips {
             strips::reorder(&mut stored, linear.bits());

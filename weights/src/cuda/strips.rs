@@ -6,17 +6,17 @@ use kvpack_device::cuda::{DeviceFacts, KernelLaunch, Kernels, Program};
 
 use crate::error::Result;
 use crate::shape::{Bits, LinearShape};
-use crate::stored::{Scales, Stored};
+use crate::stored::{STEP, Scales, Stored};
 
 /// Outputs of a strip.
 const OUTPUTS: usize = 16;
-/// Chunks of a step.
-const STEP: usize = 4;
 /// Warps of a block.
 const WARPS: usize = 16;
 /// Shared memory that every launch fits into.
 const SHARED_BYTES: usize = 220 << 10;
-/// Most strips of a block, which bounds the sums in its shared memory.
+/// Shared memory of the rings of blocks in clusters.
+const RINGS_BYTES: usize = 70 << 10;
+/// Most strips of a cluster, which bounds the sums in its shared memory.
 const MOST_STRIPS: usize = 16;
 
 /// Whether the layer is stored in strips: where `linear_strips` is the faster kernel, and has been measured.
@@ -65,13 +65,24 @@ impl StripLaunch {
         self.outputs / OUTPUTS
     }
 
+    /// Blocks of a cluster, which share the steps: two where all of their warps have one.
+    fn cluster(&self) -> usize {
+        if self.chunks / STEP >= 2 * WARPS { 2 } else { 1 }
+    }
+
+    /// Clusters.
     fn grid(&self) -> usize {
-        self.multiprocessors.max(self.strips().div_ceil(MOST_STRIPS)).min(self.strips())
+        (self.multiprocessors / self.cluster()).max(self.strips().div_ceil(MOST_STRIPS)).min(self.strips())
+    }
+
+    /// Most strips of a cluster.
+    fn most_strips(&self) -> usize {
+        self.strips().div_ceil(self.grid())
     }
 
     /// Most steps of a warp.
     fn steps(&self) -> usize {
-        (self.chunks / STEP).div_ceil(WARPS)
+        (self.chunks / STEP).div_ceil(WARPS * self.cluster())
     }
 
     /// Steps whose activations fit into 64 registers.
@@ -81,6 +92,10 @@ impl StripLaunch {
 
     /// Strips of a ring. The values are those that measured best.
     fn ahead(&self) -> usize {
+        if self.cluster() == 2 {
+            let ring = WARPS * self.together() * self.slot_bytes();
+            return (RINGS_BYTES / ring).clamp(1, self.most_strips());
+        }
         match (self.rows, self.together()) {
             (..=4, ..=2) => 3,
             (5..=8, 3..) => 1,
@@ -95,26 +110,37 @@ impl StripLaunch {
 
     /// Strips whose partial sums fit into 40 KB, or 36 KB beside the largest rings, and the number of such buffers.
     fn window(&self) -> (usize, usize) {
-        let most = self.strips().div_ceil(self.grid());
+        let most = self.most_strips();
         let bytes = if self.rows > 4 { 40 << 10 } else { 36 << 10 };
         let window = (bytes / self.partial_bytes()).clamp(1, most);
         (window, if most > window { 2 } else { 1 })
     }
 
+    /// Bytes of a step of a strip in a ring.
+    fn slot_bytes(&self) -> usize {
+        256 * self.bits.count() as usize + OUTPUTS * self.scale_bytes
+    }
+
     fn shared_bytes(&self) -> usize {
-        let slot = 256 * self.bits.count() as usize + OUTPUTS * self.scale_bytes;
-        let ring = self.ahead() * self.together() * slot;
+        let ring = self.ahead() * self.together() * self.slot_bytes();
         let (window, buffers) = self.window();
-        let sums = self.strips().div_ceil(self.grid()) * OUTPUTS * self.rows * size_of::<f32>();
+        // Those of the block, and those that the other block of the cluster adds.
+        let sums = self.cluster() * self.most_strips() * OUTPUTS * self.rows * size_of::<f32>();
         WARPS * ring + buffers * window * self.partial_bytes() + sums
     }
 
     /// The macros of `linear_strips`.
-    pub fn defines(&self) -> [(&'static str, usize); 6] {
+    pub fn defines(&self) -> [(&'static str, usize); 7] {
         let (window, buffers) = self.window();
-        let rings = [("WARPS", WARPS), ("GRID", self.grid()), ("TOGETHER", self.together()), ("AHEAD", self.ahead())];
-        let [warps, grid, together, ahead] = rings;
-        [warps, grid, together, ahead, ("WINDOW", window), ("BUFFERS", buffers)]
+        [
+            ("WARPS", WARPS),
+            ("CLUSTER", self.cluster()),
+            ("GRID", self.grid()),
+            ("TOGETHER", self.together()),
+            ("AHEAD", self.ahead()),
+            ("WINDOW", window),
+            ("BUFFERS", buffers),
+        ]
     }
 
     /// The launch of a program with these macros.
@@ -123,11 +149,11 @@ impl StripLaunch {
         let function = kernels.function(program, name)?;
         set_shared_bytes(&function, name, self.shared_bytes())?;
         let config = LaunchConfig {
-            grid_dim: (self.grid() as u32, 1, 1),
+            grid_dim: ((self.grid() * self.cluster()) as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
             shared_mem_bytes: self.shared_bytes() as u32,
         };
-        Ok(KernelLaunch { name, function, config, cluster: 1, overlaps: true })
+        Ok(KernelLaunch { name, function, config, cluster: self.cluster() as u32, overlaps: true })
     }
 }
 

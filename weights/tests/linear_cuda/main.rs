@@ -66,6 +66,8 @@ fn products_equal_those_of_f64() {
         let strips = Case { bits, outputs: 48, inputs: 2176, ..PLAIN };
         (1..=MOST_ROWS).for_each(|rows| check(&on, Case { rows, ..strips }));
         ElementType::ALL.into_iter().for_each(|x| check(&on, Case { x, rows: 3, inputs: 2048, ..strips }));
+        // By clusters, from 4096 inputs.
+        [1, 4, 8, 16].into_iter().for_each(|rows| check(&on, Case { rows, inputs: 4224, ..strips }));
         check(&on, Case { scales: ScaleKind::Single, inputs: 8832, rows: 5, ..strips });
         check(&on, Case { outputs: 16 * 300, inputs: 4352, rows: 9, ..strips });
     }
