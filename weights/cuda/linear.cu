@@ -12,7 +12,7 @@
 // enter as code - zero, which f16 holds.
 //
 // Macros: BITS, CHUNKS, GROUP_CHUNKS, OUTPUTS, ALL_ROWS, ROWS (of a block of linear_fma, at most 4), INPUT and OUTPUT
-// (0 f32, 1 f16, 2 bf16), SINGLE_SCALES (1 if scales are f32).
+// (0 f32, 1 f16, 2 bf16), SINGLE_SCALES (1 if scales are f32), IN_STRIPS (1 if chunks and scales lie in strips).
 //
 // Sums are f32 and run in a fixed order.
 
@@ -27,6 +27,24 @@ struct LinearCall {
     u64 inputs;
     u64 outputs;
 };
+
+// Where a chunk of an output lies, and a scale. A strip has 16 outputs.
+__device__ __forceinline__ size_t chunk_at(size_t output, u32 chunk) {
+    if (!IN_STRIPS) return output * CHUNKS + chunk;
+    return 64 * (output / 16 * (CHUNKS / 4) + chunk / 4) + output % 16 * 4 + chunk % 4;
+}
+
+__device__ __forceinline__ size_t scale_at(size_t output, u32 group) {
+    if (!IN_STRIPS) return output * GROUPS + group;
+    return 16 * (output / 16 * GROUPS + group) + output % 16;
+}
+
+// Where octet `octet` of a chunk comes among those of a row of activations. Where groups are whole steps of four chunks,
+// chunk t of a step has the octets t, t + 4, t + 8 and t + 12.
+__device__ __forceinline__ u32 octet_at(u32 chunk, u32 octet) {
+    if (GROUP_CHUNKS % 4 != 0) return 4 * chunk + octet;
+    return 16 * (chunk / 4) + 4 * octet + chunk % 4;
+}
 
 struct Chunk {
     u32 words[BITS];
@@ -148,6 +166,8 @@ __device__ __forceinline__ void load_inputs(u64 inputs, size_t octet, float (&x)
     }
 }
 
+#if INPUT != 1 || GROUP_CHUNKS % 4 != 0
+
 // A block has four outputs and ROWS rows; 64 threads take the chunks in turn.
 extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constant__ LinearCall call) {
     __shared__ float partial[4 * ROWS][64];
@@ -160,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const size_t output = min(first + n, OUTPUTS - 1u);
-            chunks[n] = load_chunk(call.codes, output * CHUNKS + chunk);
-            scales[n] = load_scale(call.scales, output * GROUPS + chunk / GROUP_CHUNKS);
+            chunks[n] = load_chunk(call.codes, chunk_at(output, chunk));
+            scales[n] = load_scale(call.scales, scale_at(output, chunk / GROUP_CHUNKS));
         }
 #pragma unroll
         for (int q = 0; q < 4; q++) {
@@ -178,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
             for (int m = 0; m < ROWS; m++) {
                 const u32 row = min(first_row + m, ALL_ROWS - 1u);
                 float x[8];
-                load_inputs(call.inputs, (static_cast<size_t>(row) * CHUNKS + chunk) * 4 + q, x);
+                load_inputs(call.inputs, static_cast<size_t>(row) * (4 * CHUNKS) + octet_at(chunk, q), x);
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const float by = x[i] * (1.0f / (1 << log_factor(4 * q + i / 2)));
@@ -211,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
     }
 }
 
-#if INPUT == 1 && GROUP_CHUNKS % 4 == 0
+#elif !IN_STRIPS
 
 constexpr u32 WARPS = 8;
 constexpr u32 STEPS = CHUNKS / 4;
@@ -264,10 +284,11 @@ __device__ __forceinline__ void add_step(const LinearCall& call, const Step& loa
         for (u32 tile = 0; tile < TILES; tile++) {
             const u32 row = 8 * tile + lane / 4;
             if (row < ALL_ROWS) {
-                const size_t chunk = static_cast<size_t>(row) * CHUNKS + 4 * step + lane % 4;
-                const uint4* at = reinterpret_cast<const uint4*>(call.inputs) + 4 * chunk + 2 * half;
-                inputs[tile][0] = __ldg(at);
-                inputs[tile][1] = __ldg(at + 1);
+                const uint4* of_row = reinterpret_cast<const uint4*>(call.inputs) + static_cast<size_t>(row) * (4 * CHUNKS);
+#pragma unroll
+                for (u32 i = 0; i < 2; i++) {
+                    inputs[tile][i] = __ldg(of_row + octet_at(4 * step + lane % 4, 2 * half + i));
+                }
             }
         }
 #pragma unroll

@@ -1,8 +1,8 @@
-//! The order in which devices store a layer, the same on wgpu and CUDA.
+//! The order in which devices store a layer.
 //!
 //! Inputs are sorted by group and padded: each group becomes the same number of chunks of 32. A chunk is b words. Its
 //! codes come in 16 pairs, code 2j in the low half of a word and code 2j + 1 in the high half, at a bit that leaves them
-//! within the mantissa of an f16, or within it after a shift that serves several pairs.
+//! within the mantissa of an f16, or within it after a shift that serves several pairs. Four chunks are a step.
 
 use rayon::prelude::*;
 
@@ -13,6 +13,9 @@ use crate::shape::Bits;
 /// Inputs of a chunk.
 pub(crate) const CHUNK: usize = 32;
 
+/// Chunks of a step.
+pub(crate) const STEP: usize = 4;
+
 /// Stands for a padded input in [`Stored::order`].
 pub(crate) const PADDING: u32 = u32::MAX;
 
@@ -22,7 +25,7 @@ pub(crate) struct Stored {
     pub chunks: usize,
     /// Chunks of a group.
     pub group_chunks: usize,
-    /// `[N][chunk][b]`.
+    /// `[N][chunk][b]`, with the inputs of [`Octets`].
     pub codes: Vec<u32>,
     /// Scale and zero of each group, `[N][group]`.
     pub scales: Scales,
@@ -43,7 +46,7 @@ impl Stored {
     ///
     /// # Errors
     /// [`Error::Format`] when groups are so unequal that padding would more than double the layer.
-    pub fn new(linear: &QuantizedLinear) -> Result<Self> {
+    pub fn new(linear: &QuantizedLinear, octets: Octets) -> Result<Self> {
         let (groups, bits, shape) = (linear.groups(), linear.bits(), linear.shape());
         let mut members = vec![Vec::new(); groups.count()];
         (0..shape.inputs()).for_each(|input| members[groups.of(input)].push(input as u32));
@@ -63,8 +66,8 @@ impl Stored {
         let mut codes = vec![0; shape.outputs() * chunks * bits.count() as usize];
         let from = linear.codes();
         codes.par_chunks_exact_mut(chunks * bits.count() as usize).enumerate().for_each(|(output, row)| {
-            for (words, inputs) in row.chunks_exact_mut(bits.count() as usize).zip(order.chunks_exact(CHUNK)) {
-                let code = |place: usize| match inputs[place] {
+            for (chunk, words) in row.chunks_exact_mut(bits.count() as usize).enumerate() {
+                let code = |place: usize| match order[octets.position(group_chunks, chunk, place)] {
                     PADDING => 0,
                     input => from.code(output, input as usize),
                 };
@@ -73,6 +76,31 @@ impl Stored {
         });
         let in_order = order.iter().enumerate().all(|(place, &input)| place as u32 == input);
         Ok(Self { chunks, group_chunks, codes, scales: scales(linear), order: (!in_order).then_some(order) })
+    }
+}
+
+/// Which inputs a chunk has.
+#[derive(Clone, Copy)]
+pub(crate) enum Octets {
+    /// 32 neighbours.
+    #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "the order of wgpu"))]
+    Neighbours,
+    /// Where groups are whole steps, chunk t of a step has the octets t, t + 4, t + 8 and t + 12 of its 16, so that
+    /// neighbouring chunks read neighbouring octets of activations. Elsewhere 32 neighbours.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the order of CUDA"))]
+    EveryFourth,
+}
+
+impl Octets {
+    /// Where the input of place `place` of a chunk comes among the sorted inputs.
+    fn position(self, group_chunks: usize, chunk: usize, place: usize) -> usize {
+        match self {
+            Self::EveryFourth if group_chunks.is_multiple_of(STEP) => {
+                let (step, of_step, octet) = (chunk / STEP, chunk % STEP, place / 8);
+                step * STEP * CHUNK + octet * CHUNK + of_step * 8 + place % 8
+            }
+            _ => chunk * CHUNK + place,
+        }
     }
 }
 
@@ -149,18 +177,37 @@ mod tests {
         QuantizedLinear::new(codes, groups, vec![0.5; count], vec![128; count]).unwrap()
     }
 
+    /// Every input of two steps has a place, and chunks of a step share runs of 32 inputs.
+    #[test]
+    fn chunks_of_a_step_have_every_fourth_octet() {
+        let positions = |group_chunks| {
+            let position = move |at| Octets::EveryFourth.position(group_chunks, at / CHUNK, at % CHUNK);
+            let places = (0..8 * CHUNK).map(position);
+            places.collect::<Vec<_>>()
+        };
+        let mut of_steps = positions(8);
+        assert_eq!((of_steps[7], of_steps[8], of_steps[32], of_steps[42], of_steps[128]), (7, 32, 8, 42, 128));
+        of_steps.sort_unstable();
+        assert_eq!(of_steps, positions(2));
+        let stored = Stored::new(&layer(128, 128, None), Octets::EveryFourth).unwrap();
+        // Codes are the inputs. Place 10 of chunk 1 is input 42.
+        assert!(stored.order.is_none());
+        assert_eq!(stored.codes[8 + 2] >> 8 & 0xff, 42);
+    }
+
     #[test]
     fn groups_are_sorted_and_padded() {
-        let stored = Stored::new(&layer(64, 32, None)).unwrap();
+        let stored = Stored::new(&layer(64, 32, None), Octets::Neighbours).unwrap();
         assert!(stored.order.is_none() && stored.chunks == 2 && stored.group_chunks == 1);
-        let stored = Stored::new(&layer(40, 20, None)).unwrap();
+        let stored = Stored::new(&layer(40, 20, None), Octets::Neighbours).unwrap();
         let order = stored.order.unwrap();
         assert_eq!((order.len(), order[19], order[20], order[32], order[52]), (64, 19, PADDING, 20, PADDING));
-        let stored = Stored::new(&layer(64, 32, Some((0..64).map(|input| input % 2).collect()))).unwrap();
+        let stored =
+            Stored::new(&layer(64, 32, Some((0..64).map(|input| input % 2).collect())), Octets::Neighbours).unwrap();
         let order = stored.order.unwrap();
         assert_eq!((order[0], order[1], order[32], order[63]), (0, 2, 1, 63));
         // All inputs in the last of many groups.
         let unequal = layer(256, 16, Some(vec![15; 256]));
-        assert!(matches!(Stored::new(&unequal), Err(Error::Format { .. })));
+        assert!(matches!(Stored::new(&unequal, Octets::Neighbours), Err(Error::Format { .. })));
     }
 }

@@ -4,15 +4,16 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig};
 use kvpack_device::cuda::memory::{bytes_of, same_stream};
-use kvpack_device::cuda::{KernelLaunch, Kernels, Memory, Program, Tensor};
+use kvpack_device::cuda::{DeviceFacts, KernelLaunch, Kernels, Memory, Program, Tensor};
 use kvpack_device::{ElementType, Error as DeviceError};
 
 use super::sources::SOURCES;
+use super::strips::{self, StripLaunch};
 use crate::MOST_ROWS;
 use crate::error::Result;
 use crate::linear::QuantizedLinear;
 use crate::shape::{Bits, LinearShape};
-use crate::stored::{CHUNK, Scales, Stored};
+use crate::stored::{CHUNK, Octets, Scales, Stored};
 
 /// Bytes at whose multiples kernels read activations.
 const ALIGNMENT: u64 = 16;
@@ -28,6 +29,7 @@ pub struct Linear {
     codes: Arc<Memory>,
     scales: Arc<Memory>,
     has_single_scales: bool,
+    in_strips: bool,
     order: Option<Arc<Memory>>,
 }
 
@@ -72,7 +74,11 @@ impl Linear {
     /// [`Error::Format`](crate::Error::Format) for groups of very different sizes;
     /// [`Error::Device`](crate::Error::Device) when the device has too little memory.
     pub fn upload(stream: &Arc<CudaStream>, linear: &QuantizedLinear) -> Result<Self> {
-        let stored = Stored::new(linear)?;
+        let mut stored = Stored::new(linear, Octets::EveryFourth)?;
+        let in_strips = strips::has_kernel(&DeviceFacts::of(stream.context())?, linear.bits(), &stored, linear.shape());
+        if in_strips {
+            strips::reorder(&mut stored, linear.bits());
+        }
         let of = |what, words: &[u8]| Memory::upload(stream, what, words);
         let (scales, has_single_scales) = match &stored.scales {
             Scales::Half(words) => (bytemuck::cast_slice(words), false),
@@ -87,6 +93,7 @@ impl Linear {
             codes: of("the codes of a layer", bytemuck::cast_slice(&stored.codes))?,
             scales: of("the scales of a layer", scales)?,
             has_single_scales,
+            in_strips,
             order: stored.order.map(|order| of("the order of inputs", bytemuck::cast_slice(&order))).transpose()?,
         })
     }
@@ -161,7 +168,7 @@ impl Linear {
     fn product(&self, kernels: &Kernels, rows: usize, x: ElementType, y: ElementType) -> Result<KernelLaunch> {
         let by_mma = x == ElementType::F16 && self.group_chunks.is_multiple_of(4);
         let together = rows.min(4);
-        let defines = vec![
+        let mut defines = vec![
             ("BITS", self.bits.count() as usize),
             ("CHUNKS", self.chunks),
             ("GROUP_CHUNKS", self.group_chunks),
@@ -171,7 +178,21 @@ impl Linear {
             ("INPUT", type_code(x)),
             ("OUTPUT", type_code(y)),
             ("SINGLE_SCALES", usize::from(self.has_single_scales)),
+            ("IN_STRIPS", usize::from(self.in_strips)),
         ];
+        if by_mma && self.in_strips {
+            let launch = StripLaunch {
+                rows,
+                outputs: self.shape.outputs(),
+                chunks: self.chunks,
+                bits: self.bits,
+                scale_bytes: if self.has_single_scales { 8 } else { 4 },
+                multiprocessors: kernels.facts().multiprocessors,
+            };
+            defines.extend(launch.defines());
+            return launch
+                .on(kernels, &Program { sources: &SOURCES, files: &["linear.cu", "linear_strips.cu"], defines });
+        }
         let program = Program { sources: &SOURCES, files: &["linear.cu"], defines };
         let outputs = self.shape.outputs();
         match by_mma {

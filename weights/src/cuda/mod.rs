@@ -6,5 +6,6 @@
 
 mod linear;
 mod sources;
+mod strips;
 
 pub use linear::{BoundLinear, Linear};

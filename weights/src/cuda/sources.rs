@@ -7,6 +7,7 @@ pub(super) static SOURCES: KernelSources = KernelSources {
     library: "kvpack-weights",
     files: &[
         ("linear.cu", include_str!("../../cuda/linear.cu")),
+        ("linear_strips.cu", include_str!("../../cuda/linear_strips.cu")),
         ("order_inputs.cu", include_str!("../../cuda/order_inputs.cu")),
     ],
 };

@@ -9,7 +9,7 @@ use crate::MOST_ROWS;
 use crate::error::Result;
 use crate::linear::QuantizedLinear;
 use crate::shape::{Bits, LinearShape};
-use crate::stored::{Scales, Stored};
+use crate::stored::{Octets, Scales, Stored};
 
 /// Outputs of a workgroup.
 const WORKGROUP_OUTPUTS: usize = 4;
@@ -42,7 +42,7 @@ impl Linear {
     /// [`Error::Format`](crate::Error::Format) for groups of very different sizes;
     /// [`Error::Device`](crate::Error::Device) when the device has too little memory, or allows only smaller bindings.
     pub fn upload(device: &wgpu::Device, linear: &QuantizedLinear) -> Result<Self> {
-        let stored = Stored::new(linear)?;
+        let stored = Stored::new(linear, Octets::Neighbours)?;
         let (scales, scales_file): (&[u8], _) = match &stored.scales {
             Scales::Half(words) => (bytemuck::cast_slice(words), "linear/scales/half.wgsl"),
             Scales::Single(pairs) => (bytemuck::cast_slice(pairs), "linear/scales/single.wgsl"),

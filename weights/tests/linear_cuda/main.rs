@@ -12,7 +12,7 @@ use kvpack_device::cuda::{KernelCache, Kernels, Tensor, cudarc};
 use kvpack_device::{ElementType, Elements};
 use kvpack_weights::cuda::Linear;
 use kvpack_weights::{Bits, Error, MOST_ROWS};
-use linear_cases::{Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
+use linear_cases::{Case, PLAIN, ScaleKind, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
 
 struct Device {
     stream: Arc<CudaStream>,
@@ -62,6 +62,14 @@ fn products_equal_those_of_f64() {
     for bits in Bits::ALL {
         check(&on, Case { bits, outputs: 40, inputs: 2176, rows: MOST_ROWS, ..PLAIN });
         check(&on, Case { bits, outputs: 17, inputs: 4096, rows: 7, y: ElementType::F16, ..PLAIN });
+        // In strips: any number of rows, steps that do not fill the warps, activations of every type, several phases.
+        let strips = Case { bits, outputs: 48, inputs: 2176, ..PLAIN };
+        (1..=MOST_ROWS).for_each(|rows| check(&on, Case { rows, ..strips }));
+        ElementType::ALL.into_iter().for_each(|x| check(&on, Case { x, rows: 3, inputs: 2048, ..strips }));
+        // By clusters, from 4096 inputs.
+        [1, 4, 8, 16].into_iter().for_each(|rows| check(&on, Case { rows, inputs: 4224, ..strips }));
+        check(&on, Case { scales: ScaleKind::Single, inputs: 8832, rows: 5, ..strips });
+        check(&on, Case { outputs: 16 * 300, inputs: 4352, rows: 9, ..strips });
     }
 }
 
