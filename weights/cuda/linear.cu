@@ -39,8 +39,8 @@ __device__ __forceinline__ size_t scale_at(size_t output, u32 group) {
     return 16 * (output / 16 * GROUPS + group) + output % 16;
 }
 
-// Where octet `octet` of a chunk comes among those of a row of activations. Where groups are whole steps of four chunks,
-// chunk t of a step has the octets t, t + 4, t + 8 and t + 12.
+// Where octet `octet` of a chunk comes among those of a row of activations. Where groups are whole steps of four
+// chunks, chunk t of a step has the octets t, t + 4, t + 8 and t + 12.
 __device__ __forceinline__ u32 octet_at(u32 chunk, u32 octet) {
     if (GROUP_CHUNKS % 4 != 0) return 4 * chunk + octet;
     return 16 * (chunk / 4) + 4 * octet + chunk % 4;
@@ -284,10 +284,11 @@ __device__ __forceinline__ void add_step(const LinearCall& call, const Step& loa
         for (u32 tile = 0; tile < TILES; tile++) {
             const u32 row = 8 * tile + lane / 4;
             if (row < ALL_ROWS) {
-                const uint4* of_row = reinterpret_cast<const uint4*>(call.inputs) + static_cast<size_t>(row) * (4 * CHUNKS);
+                const size_t first = static_cast<size_t>(row) * (4 * CHUNKS);
 #pragma unroll
                 for (u32 i = 0; i < 2; i++) {
-                    inputs[tile][i] = __ldg(of_row + octet_at(4 * step + lane % 4, 2 * half + i));
+                    const u32 octet = octet_at(4 * step + lane % 4, 2 * half + i);
+                    inputs[tile][i] = __ldg(reinterpret_cast<const uint4*>(call.inputs) + first + octet);
                 }
             }
         }
