@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvpack::Error as KvError;
 use kvpack::backend::Backend;
-use kvpack::cache::{ModelCache, PrefixCache, SwappedSequence, TokenRun};
+use kvpack::cache::{Growth, ModelCache, PrefixCache, SwappedSequence, TokenRun};
 use pollster::block_on;
 
 use crate::figures::{Figures, Recorder};
@@ -193,7 +193,9 @@ impl<B: Backend + Clone> Scheduler<B> {
 
     /// Whether memory came free that no request needs: that of a format which had more pages before, or a prefix.
     fn makes_room(&mut self) -> Result<bool, Error> {
-        Ok(self.cache.trim()? > 0 || self.prefixes.let_go(&mut self.cache)?)
+        // A cache that never grows would not get it back.
+        let grows = self.cache.budget().growth() != Growth::None;
+        Ok((grows && self.cache.trim()? > 0) || self.prefixes.let_go(&mut self.cache)?)
     }
 
     /// A batch that has room: prefixes that were not used for longest go first, then the newest request.
