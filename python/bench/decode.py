@@ -243,7 +243,7 @@ def main():
     parser.add_argument("parts", nargs="*", default=["host", "attention", "model"])
     parser.add_argument("--sizes", default="1x8192,1x32768,8x32768,1x131072", help="batch x tokens, with commas")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--no-cudnn", action="store_true", help="SDPA without cuDNN, which plans anew for each length")
+    parser.add_argument("--no-cudnn", action="store_true", help="let SDPA use no cuDNN kernels")
     given = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(not given.no_cudnn)
     sizes = [tuple(map(int, size.split("x"))) for size in given.sizes.split(",")]

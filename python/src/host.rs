@@ -19,7 +19,7 @@ pub struct Prepared<L> {
     pub launches: L,
     /// Steps of the same number have the same launches.
     pub class: u64,
-    /// Whether memory was bound anew, so that a graph of this class has to be captured again.
+    /// Whether memory was bound again. A graph of this class must then be captured again.
     pub bound_anew: bool,
 }
 

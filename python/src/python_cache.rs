@@ -407,7 +407,7 @@ impl Step {
         self.opened.graph.map(|(class, _)| class)
     }
 
-    /// Whether memory was bound anew, so that a graph of this number has to be captured again.
+    /// Whether memory was bound again. A graph of this number must then be captured again.
     #[getter]
     fn bound_anew(&self) -> bool {
         self.opened.graph.is_none_or(|(_, anew)| anew)

@@ -40,9 +40,9 @@ __device__ __forceinline__ size_t scale_at(size_t output, u32 group) {
 }
 
 // Where octet `octet` of a chunk comes among those of a row of activations. Where groups are whole steps of four
-// chunks, chunk t of a step has the octets t, t + 4, t + 8 and t + 12.
+// chunks, chunk t of a step has the octets t, t + 4, t + 8 and t + 12. At 8 bits that took longer, so neighbours stay.
 __device__ __forceinline__ u32 octet_at(u32 chunk, u32 octet) {
-    if (GROUP_CHUNKS % 4 != 0) return 4 * chunk + octet;
+    if (GROUP_CHUNKS % 4 != 0 || BITS == 8) return 4 * chunk + octet;
     return 16 * (chunk / 4) + 4 * octet + chunk % 4;
 }
 

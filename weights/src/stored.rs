@@ -83,7 +83,7 @@ impl Stored {
 #[derive(Clone, Copy)]
 pub(crate) enum Octets {
     /// 32 neighbours.
-    #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "the order of wgpu"))]
+    #[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), expect(dead_code, reason = "the order of devices"))]
     Neighbours,
     /// Where groups are whole steps, chunk t of a step has the octets t, t + 4, t + 8 and t + 12 of its 16, so that
     /// neighbouring chunks read neighbouring octets of activations. Elsewhere 32 neighbours.

@@ -1,5 +1,5 @@
-//! What is between burn and kvpack, checked: a decode loop of burn's whose attention is kvpack's, on one wgpu device,
-//! against burn's own attention.
+//! A check of the bridge between burn and kvpack. A decode loop of burn attends with kvpack on the same wgpu device. Its
+//! outputs are compared with burn's own attention.
 //!
 //! Two sequences get prompts of their own, then a token each in every step, through layers that follow on each other.
 //! The program fails where an output is too far from burn's attention in f32, over the keys and values as they were
@@ -20,9 +20,9 @@ use crate::{Result, attention, trace};
 
 const LAYERS: usize = 3;
 const PROMPTS: [usize; 2] = [200, 77];
-/// So many that both sequences fill a tile of 128 tokens, which recipes with windows then pack.
+/// Steps of the loop. Both sequences fill a tile of 128 tokens in them, which recipes with a residual window then pack.
 const STEPS: usize = 60;
-/// Every so many steps the outputs are looked at.
+/// Steps from one comparison of outputs to the next.
 const CHECKED: usize = 15;
 
 /// A recipe, and the largest errors: against attention over keys and values as they were, and over what the cache
@@ -194,7 +194,7 @@ fn run(device: &Device, backend: &Wgpu, case: &Case) -> Result<bool> {
     let passed = exact <= case.exact && stored <= case.stored;
     println!(
         "{} of {:?}: NMSE {exact:.1e} against burn's attention (at most {:.0e}), {stored:.1e} over what is held (at most {:.0e}): {}; \
-         a step has {LAYERS} submissions of kvpack's and none of its waits; cubecl submits as often, and waited {cubecl_waits} \
+         kvpack submits {LAYERS} times a step and never waits; cubecl submits as often, and waited {cubecl_waits} \
          times in {STEPS} steps",
         case.recipe,
         case.of,

@@ -74,7 +74,9 @@ impl Linear {
     /// [`Error::Format`](crate::Error::Format) for groups of very different sizes;
     /// [`Error::Device`](crate::Error::Device) when the device has too little memory.
     pub fn upload(stream: &Arc<CudaStream>, linear: &QuantizedLinear) -> Result<Self> {
-        let mut stored = Stored::new(linear, Octets::EveryFourth)?;
+        // As `octet_at` of cuda/linear.cu has them.
+        let octets = if linear.bits() == Bits::Eight { Octets::Neighbours } else { Octets::EveryFourth };
+        let mut stored = Stored::new(linear, octets)?;
         let in_strips = strips::has_kernel(&DeviceFacts::of(stream.context())?, linear.bits(), &stored, linear.shape());
         if in_strips {
             strips::reorder(&mut stored, linear.bits());

@@ -20,7 +20,7 @@ pub fn open() -> Result<(Device, Cuda)> {
     Ok((device, backend))
 }
 
-/// A contiguous tensor of candle's as kvpack's, in place.
+/// kvpack's view of a contiguous tensor of candle. Nothing is copied.
 pub fn lend(tensor: &Tensor) -> Result<KvTensor> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else { bail!("the tensor is not on a CUDA device") };
@@ -35,12 +35,12 @@ pub fn lend(tensor: &Tensor) -> Result<KvTensor> {
         other => bail!("kvpack takes f32, f16 and bf16, not {other:?}"),
     };
     let address = base + (layout.start_offset() * element_type.bytes()) as u64;
-    // SAFETY: the clone of the tensor keeps its storage, which holds so many elements from there on; candle frees it in
-    // the order of its one stream, which is the backend's.
+    // SAFETY: the clone of the tensor keeps its storage alive, which holds all elements of the tensor from this address
+    // on. candle frees it in the order of its one stream, which is the backend's.
     Ok(unsafe { KvTensor::from_address(Arc::new(tensor.clone()), address, tensor.elem_count(), element_type) }?)
 }
 
-/// kvpack's steps over tensors of candle's. Layers run one after the other, and so they share them.
+/// The steps of kvpack, bound to tensors of candle. Layers run one after the other and share these tensors.
 pub struct CudaSteps {
     steps: ModelStep,
     shared: Shared,

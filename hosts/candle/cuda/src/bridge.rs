@@ -1,9 +1,10 @@
-//! The command `bridge`: a decode loop over candle's tensors, where they lie, against candle's own attention.
+//! The command `bridge`. A decode loop reads candle's tensors in place, and its outputs are compared with candle's own
+//! attention.
 //!
 //! A batch gets a prompt, then a token for every sequence and step. Queries, keys and values of a step are parts of one
 //! tensor, as the fused projection of a model leaves them; kvpack reads them there and writes its output into a
-//! tensor of candle's. The program fails where the output is too far from candle's attention in f32 over the same
-//! keys and values.
+//! tensor of candle. The program fails if an output is too far from candle's attention in f32 over the same keys and
+//! values.
 
 use std::time::Instant;
 
