@@ -43,6 +43,14 @@ pub trait Steps<B: Backend> {
     /// What the device reports.
     fn wait(&self) -> Result<()>;
 
+    /// Lets go of what is kept for steps of caches so far, and with it of their memory.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn forget(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Milliseconds that the device spent on the last replayed step, if it was replayed. Waits for it.
     fn replayed_ms(&mut self) -> Option<f64> {
         None

@@ -117,7 +117,7 @@ pub fn step<B: Backend, S: Steps<B>>(
     Ok(next)
 }
 
-/// Times steps of decoding for all sequences of a cache. The first steps, in which kernels are compiled and graphs are
+/// Times steps of decoding for all sequences of a cache, and forgets its graphs. The first steps, in which kernels are compiled and graphs are
 /// captured, do not count.
 ///
 /// # Errors
@@ -146,6 +146,7 @@ pub fn decode<B: Backend, S: Steps<B>>(
     cache.begin_append(&batch.token_runs())?;
     let attention = host.steps().attention_ms(cache);
     cache.abandon();
+    host.steps().forget()?;
     Ok(StepTime {
         step_ms: middle(&mut walls).context("no step was timed")?,
         device_ms: middle(&mut devices),

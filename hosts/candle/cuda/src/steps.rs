@@ -10,6 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaGraph, CudaStream
 use candle_core::{DType, Device, Tensor};
 use candle_host::{Layers, Rig, Steps};
 use candle_nn::ops::softmax_last_dim;
+use kvpack::AttentionShape;
 use kvpack::cache::ModelCache;
 use kvpack::cuda::{Cuda, LaunchMemory, Tensor as KvTensor};
 use kvpack_cli::{Attention, Inputs, Model};
@@ -58,9 +59,13 @@ impl Rig for CudaRig {
     }
 
     fn steps(&self, model: &Model, layers: usize, rows: usize) -> Result<CudaSteps> {
-        let bound = Bound::new(&self.backend, &self.device, (model.config.attention, layers), (rows, model.dtype()))?;
+        let of = (model.config.attention, layers);
+        let rows = (rows, model.dtype());
         Ok(CudaSteps {
-            bound,
+            bound: Bound::new(&self.backend, &self.device, of, rows)?,
+            backend: self.backend.clone(),
+            of,
+            rows,
             device: self.device.clone(),
             stream: self.backend.stream().clone(),
             seen: Vec::new(),
@@ -83,6 +88,11 @@ impl Rig for CudaRig {
 /// Steps of kvpack on the stream of candle.
 pub struct CudaSteps {
     bound: Bound,
+    backend: Cuda,
+    /// Shape and number of layers.
+    of: (AttentionShape, usize),
+    /// The most rows, and their type.
+    rows: (usize, DType),
     device: Device,
     stream: Arc<CudaStream>,
     /// Classes of steps that ran kernel by kernel once, so that candle has loaded what they launch.
@@ -122,7 +132,7 @@ impl Steps<Cuda> for CudaSteps {
     }
 
     fn run_again(&mut self, cache: &mut ModelCache<Cuda>, inputs: &Inputs, layers: &Layers<'_>) -> Result<Tensor> {
-        let Self { bound, device, stream, seen, graphs, replayed } = self;
+        let Self { bound, device, stream, seen, graphs, replayed, .. } = self;
         *replayed = None;
         let mut step = bound.write(cache)?;
         let class = (step.step.class(), inputs.rows());
@@ -170,6 +180,14 @@ impl Steps<Cuda> for CudaSteps {
 
     fn wait(&self) -> Result<()> {
         Ok(self.device.synchronize()?)
+    }
+
+    fn forget(&mut self) -> Result<()> {
+        self.wait()?; // graphs may be running
+        self.graphs.clear();
+        self.seen.clear();
+        self.bound = Bound::new(&self.backend, &self.device, self.of, self.rows)?;
+        Ok(())
     }
 
     fn replayed_ms(&mut self) -> Option<f64> {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use kvpack::backend::Backend;
-use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, TokenRun};
+use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, StoreRoom, TokenRun};
 use kvpack::plan::TokenRange;
 use kvpack::policy::Spans;
 use kvpack_cli::Model;
@@ -183,6 +183,16 @@ impl PolicyArgs {
         let mut cache =
             ModelCache::new(rig.backend(), &layers, batch)?.with_budget(Budget::unlimited().growing(Growth::Exact));
         let mut times = Vec::new();
+        // All sequences keep as much, and layers that keep more than others say how much is reserved.
+        let mut rooms: Vec<StoreRoom> = Vec::new();
+        for of_layer in block_on(cache.room_for_compress(&read.observed))? {
+            rooms.resize(of_layer.len(), StoreRoom::default());
+            for (room, needed) in rooms.iter_mut().zip(of_layer) {
+                room.pages = room.pages.max(batch * needed.pages);
+                room.spans = room.spans.max(batch * needed.spans);
+            }
+        }
+        block_on(cache.reserve(&rooms))?;
         // Sequence 0 is stored twice: the first time kernels are compiled.
         block_on(cache.compress(0, &read.observed))?;
         cache.clear(0)?;

@@ -10,6 +10,7 @@ use pollster::block_on;
 use serde::Serialize;
 
 use super::{Common, VOCABULARY, report};
+use crate::attention::Steps as _;
 use crate::filled::{self, Contexts};
 use crate::host::{Host, cache_layers};
 use crate::rig::Rig;
@@ -116,24 +117,30 @@ impl ThroughputArgs {
                 *of_layer = of_layer.clone().with_appended(Appended::Keep);
             }
         }
-        let mut serve = |cache: ModelCache<R::Backend>| -> Result<Figures> {
+        let mut serve = |cache: ModelCache<R::Backend>, (requests, output): (usize, usize)| -> Result<Figures> {
             let request = |at: usize| {
                 let prompt = Prompt::Length { tokens: self.prompt, shared: 0, seed: at + 1 };
                 let prompt = prompt.drawn(VOCABULARY as u32).unwrap_or_default();
-                Request { arrival: Duration::ZERO, prompt, output: self.output() }
+                Request { arrival: Duration::ZERO, prompt, output }
             };
             let sequences = cache.sequences();
             let settings =
                 Settings { sequences, prefixes: 0, rows: sequences + self.parts * self.chunk, chunk: self.chunk };
-            Ok(Scheduler::new(cache, settings, (0..sequences).map(request).collect())?.serve(host, |_| {})?.figures)
+            let requests = (0..requests).map(request).collect();
+            let served = Scheduler::new(cache, settings, requests)?.serve(host, |_| {})?;
+            host.steps().forget()?;
+            Ok(served.figures)
         };
         // One request alone says which pages each needs; a part of a prompt lies in f16 besides until it is packed.
         let cache = ModelCache::new(backend, &layers, 1)?;
         let part = cache.room_for_append(0, &[TokenRun::prompt(0, self.chunk.min(self.prompt))])?;
-        let alone = serve(cache.with_budget(Budget::unlimited().growing(Growth::Exact)))?.pages;
+        let alone = serve(cache.with_budget(Budget::unlimited().growing(Growth::Exact)), (1, self.output()))?.pages;
         let memory = self.memory_mib() << 20;
         let budget = Budget::of_bytes(memory).growing(Growth::None);
         let mut batch = usize::try_from(memory / alone.most_in_use_bytes.max(1))?.min(self.most);
+        // Kernels for steps of several prompts are compiled before anything is timed.
+        let several = ModelCache::new(backend, &layers, self.parts + 1)?;
+        serve(several.with_budget(Budget::unlimited().growing(Growth::Doubling)), (self.parts + 1, 4))?;
         let cache = loop {
             ensure!(batch > 0, "{} MiB hold no request of {recipe}", self.memory_mib());
             let room = |(store, &pages): (usize, &usize)| {
@@ -148,7 +155,7 @@ impl ThroughputArgs {
                 Err(error) => return Err(error.into()),
             }
         };
-        let figures = serve(cache)?;
+        let figures = serve(cache, (batch, self.output()))?;
         let preempted = figures.preemptions;
         ensure!(preempted == 0, "{batch} requests of {recipe} did not fit at a time: {preempted} were preempted");
         Ok(Row {
