@@ -141,7 +141,9 @@ impl PolicyArgs {
                 if rows.iter().all(|row| (row.batch, row.tokens) != (batch, tokens)) {
                     push_dense(rows, (batch, &prompt), dense.as_ref());
                 }
-                self.compressed(rig, host, (&recipe, observed, batch), &prompt, rows)?;
+                if dense.is_some() {
+                    self.compressed(rig, host, (&recipe, observed, batch), &prompt, rows)?;
+                }
             }
         }
         Ok(())

@@ -143,9 +143,11 @@ impl ThroughputArgs {
         serve(several.with_budget(Budget::unlimited().growing(Growth::Doubling)), (self.parts + 1, 4))?;
         let cache = loop {
             ensure!(batch > 0, "{} MiB hold no request of {recipe}", self.memory_mib());
+            // Every part of a prompt may have ranges of its own.
+            let spans = self.prompt.div_ceil(self.chunk);
             let room = |(store, &pages): (usize, &usize)| {
                 let staged = if store == 0 { part[0].pages * self.parts.min(batch) } else { 0 };
-                StoreRoom { pages: batch * pages + staged, spans: batch }
+                StoreRoom { pages: batch * pages + staged, spans: batch * spans }
             };
             let rooms: Vec<StoreRoom> = alone.most_by_store.iter().enumerate().map(room).collect();
             let mut cache = ModelCache::new(backend, &layers, batch)?.with_budget(budget);
