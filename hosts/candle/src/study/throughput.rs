@@ -57,7 +57,9 @@ struct Row {
     batch: usize,
     /// Generated tokens per second over the whole queue, prompts included.
     tokens_per_second: f64,
-    /// Generated tokens per second in steps without prompts: the batch over the middle time of a token.
+    /// Milliseconds of a step without prompts, over contexts of random keys and values.
+    step_ms: f64,
+    /// Generated tokens per second in such steps.
     decoded_per_second: f64,
     /// Milliseconds of a step at the batch of the first recipe.
     same_batch_ms: f64,
@@ -81,15 +83,17 @@ impl ThroughputArgs {
         report::heading(rig, "throughput", &name);
         println!("prompts of {} tokens, {} generated\n", self.prompt, self.output());
         println!(
-            "| recipe | MiB a request | batch | tokens/s | × | decoded/s | × | of kernels | of the batch | ms a token p50 \
+            "| recipe | MiB a request | batch | tokens/s | × | decoded/s | × | of kernels | of the batch | step ms \
              | ms to first p50 |"
         );
         println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |");
         let mut rows: Vec<Row> = Vec::new();
         for recipe in &self.recipes {
             let mut row = self.row(rig, &mut host, recipe)?;
-            row.same_batch_ms =
-                self.same_batch(rig, &mut host, recipe, rows.first().map_or(row.batch, |of| of.batch))?;
+            row.step_ms = self.decoded(rig, &mut host, recipe, row.batch)?;
+            row.decoded_per_second = row.batch as f64 / row.step_ms * 1e3;
+            let first = rows.first().map_or(row.batch, |of| of.batch);
+            row.same_batch_ms = self.decoded(rig, &mut host, recipe, first)?;
             print(&row, rows.first().unwrap_or(&row));
             rows.push(row);
         }
@@ -100,8 +104,8 @@ impl ThroughputArgs {
         report::write(rig, &self.common, ("throughput", &name), &rows, plot)
     }
 
-    /// Milliseconds of a step at the batch that the first recipe has.
-    fn same_batch<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str, sequences: usize) -> Result<f64> {
+    /// Milliseconds of a step without prompts for so many sequences.
+    fn decoded<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str, sequences: usize) -> Result<f64> {
         const STEPS: usize = 8;
         let of = Contexts { sequences, tokens: self.prompt, more: STEPS + 8 };
         let mut cache = filled::filled(rig, host, &recipe.parse()?, of, None)?;
@@ -165,7 +169,8 @@ impl ThroughputArgs {
             bytes_of_request: alone.most_in_use_bytes,
             batch,
             tokens_per_second: figures.tokens_per_second,
-            decoded_per_second: batch as f64 / (figures.token_ms.p50 / 1e3).max(1e-9),
+            decoded_per_second: 0.0,
+            step_ms: 0.0,
             same_batch_ms: 0.0,
             figures,
         })
@@ -184,7 +189,7 @@ fn print(row: &Row, first: &Row) {
         row.tokens_per_second / first.tokens_per_second,
         row.decoded_per_second,
         decoded / kernels,
-        row.figures.token_ms.p50,
+        row.step_ms,
         row.figures.first_token_ms.p50,
     );
 }
