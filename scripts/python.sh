@@ -2,8 +2,10 @@
 # The Python wheel: builds it, checks its size, installs it into an environment of its own and runs its tests.
 #
 #   python.sh tools    whether Python and the packages are there; says what is missing
-#   python.sh          all of it, in a debug build of the CPU backend
-#   python.sh release  the same, optimised
+#   python.sh          all of it, in a debug build of the CPU backend, without the command
+#   python.sh release  the same, optimised, of what a user gets: the command and CUDA as well
+#   python.sh lint     the style of the Python files, and whether the stubs are those of the module
+#   python.sh sdist    builds the wheel from the source archive: what pip does where it finds no wheel
 #   python.sh hf       the tests of kvpack.hf as well: PyTorch and transformers, gigabytes of downloads
 #
 #   KVPACK_PYTHON      the interpreter, python3 if it is not set
@@ -27,10 +29,11 @@ tools() {
     environment tools 'maturin>=1.7,<2' numpy pytest
 }
 
-wheel() { # profile
-    local wheels="$target/wheels" found size
+wheel() { # profile, cargo's options...
+    local wheels="$target/wheels" profile="$1" found size
+    shift
     rm -rf "$wheels"
-    "$target/tools/bin/maturin" build --quiet --locked --profile "$1" --manifest-path python/Cargo.toml \
+    "$target/tools/bin/maturin" build --quiet --locked --profile "$profile" "$@" --manifest-path python/Cargo.toml \
         --target-dir "$target" --out "$wheels" --interpreter "$target/tools/bin/python"
     found=("$wheels"/kvpack-*.whl)
     size=$(wc -c <"${found[0]}")

@@ -154,7 +154,7 @@ def dense_attention(batch, tokens, steps):
         least = min(least, free_bytes())
         inner = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         inner[0].record()
-        for (k, v, q), (keys, values) in zip(sets, held):
+        for (_, _, q), (keys, values) in zip(sets, held):
             torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
         inner[1].record()
         torch.cuda.synchronize()

@@ -5,7 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvpack::backend::TensorRows;
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, SwappedSequence, TokenRun};
-use kvpack::plan::{QueryRun, RowLayout, TokenRange};
+use kvpack::cpu::CpuTensor;
+use kvpack::plan::{ElementType, QueryRun, RowLayout, TokenRange};
 use kvpack::policy::{LayerSelection, Selection, Spans};
 use kvpack::{AttentionShape, Error, Result};
 use pollster::block_on;
@@ -14,7 +15,6 @@ use pyo3::prelude::*;
 use crate::errors::{raised, wrong_tensor};
 use crate::host::{Host, LayerRows, Prepared};
 use crate::view::{View, new_like};
-use kvpack::plan::ElementType;
 
 /// The cache of a backend, and its open step.
 pub struct Shared<B: Host> {
@@ -229,7 +229,12 @@ impl<B: Host> Shared<B> {
         Ok([k, v])
     }
 
+    /// Keys and values, and how they lie: where they are, if both lie alike.
     fn take_pair(&self, [keys, values]: &[View; 2]) -> PyResult<(B::Tensor, B::Tensor, RowLayout)> {
+        if let Some(rows) = keys.rows().filter(|rows| B::READS_ROWS && values.rows().as_ref() == Some(rows)) {
+            let of = |what, view| self.host.take_rows(what, view, &rows, &self.shape);
+            return Ok((of("keys", keys)?, of("values", values)?, rows));
+        }
         let rows = RowLayout::token_major(keys.shape[0], &self.shape);
         Ok((self.host.take("keys", keys)?, self.host.take("values", values)?, rows))
     }
@@ -277,7 +282,7 @@ impl<B: Host> Shared<B> {
             return Ok(());
         }
         let q = self.host.take("queries", queries)?;
-        let mut output = self.host.output(out)?;
+        let mut output = self.host.output(out, queries)?;
         self.call_on(py, self.stream_of(py, &[queries, out]), |state| {
             state.check_step(step).map_err(raised)?;
             block_on(state.cache.attend_into(layer, &q, &mut output)).map_err(raised)
@@ -353,8 +358,8 @@ impl<B: Host> Shared<B> {
             let spans = state.cache.dequantize(layer, sequence)?;
             let positions = block_on(state.cache.positions(layer, sequence))?;
             let held = spans.into_iter().zip(positions).map(|(span, positions)| {
-                let keys = block_on(self.host.download(&span.keys))?;
-                let values = block_on(self.host.download(&span.values))?;
+                let keys = CpuTensor::F32(block_on(self.host.download(&span.keys))?);
+                let values = CpuTensor::F32(block_on(self.host.download(&span.values))?);
                 let positions = match positions {
                     kvpack::cache::SpanPositions::Run(run) => (run.start()..run.end()).collect(),
                     kvpack::cache::SpanPositions::PerHead(positions) => positions,
@@ -443,8 +448,8 @@ pub struct HeldSpan {
     pub format: String,
     pub tokens: usize,
     pub positions: Vec<usize>,
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
+    pub keys: CpuTensor,
+    pub values: CpuTensor,
 }
 
 fn kept(selection: &Selection) -> Vec<Vec<Vec<u32>>> {

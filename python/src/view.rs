@@ -1,6 +1,9 @@
 //! Tensors of the caller: where their elements lie, found through `__array_interface__`, `__dlpack__` or `data_ptr`.
 
-use kvpack::plan::ElementType;
+use std::any::Any;
+use std::sync::Arc;
+
+use kvpack::plan::{ElementType, RowLayout};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -31,9 +34,11 @@ pub struct View {
     /// Whether it is a tensor of PyTorch, whose current stream its contents are ordered on.
     pub of_torch: bool,
     /// Keeps the memory.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU copies at once"))]
     pub owner: Py<PyAny>,
 }
+
+/// Keeps a tensor of Python alive until the library has let go of it.
+struct Owner(#[expect(dead_code, reason = "dropping it is its use")] Py<PyAny>);
 
 impl View {
     /// Looks at a tensor. `what` names it in errors.
@@ -151,6 +156,30 @@ impl View {
         let wanted = contiguous(&self.shape);
         let same = |((&n, &have), &want): ((&usize, &isize), &isize)| n <= 1 || have == want;
         self.elements() == 0 || self.shape.iter().zip(&self.strides).zip(&wanted).all(same)
+    }
+
+    /// What keeps the memory.
+    pub fn kept(&self) -> Arc<dyn Any + Send + Sync> {
+        Arc::new(Owner(Python::attach(|py| self.owner.clone_ref(py))))
+    }
+
+    /// The layout of rows `[tokens, kv_heads, head_dim]`, if it is one that the library reads: the channels of a row lie
+    /// together, and no rows overlap.
+    pub fn rows(&self) -> Option<RowLayout> {
+        let (&[tokens, heads, channels], &[of_token, of_head, 1]) = (&self.shape[..], &self.strides[..]) else {
+            return None;
+        };
+        let (token_stride, head_stride) = (usize::try_from(of_token).ok()?, usize::try_from(of_head).ok()?);
+        let apart = |count: usize, stride: usize| count <= 1 || stride >= channels;
+        let readable = self.elements() > 0 && apart(tokens, token_stride) && apart(heads, head_stride);
+        readable.then_some(RowLayout { tokens, token_stride, head_stride })
+    }
+
+    /// Whether memory of a contiguous tensor may be memory of another.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let bytes = |view: &Self| view.elements().saturating_mul(view.element.bytes());
+        let behind = |view: &Self| view.address.saturating_add(bytes(view));
+        !other.is_contiguous() || (self.address < behind(other) && other.address < behind(self))
     }
 
     /// The output of these queries: the caller's tensor, or a new one like them. It has their shape and device, is

@@ -1,8 +1,9 @@
 """Tensors that calls take, and those that they refuse."""
 
-import kvpack
 import numpy as np
 import pytest
+
+import kvpack
 
 SHAPE = dict(layers=1, kv_heads=2, query_heads=4, head_dim=64, recipe="f16")
 
