@@ -1,4 +1,4 @@
-"""What decoding with kvpack costs on a card, beside DynamicCache and SDPA: ``python bench/decode.py --help``.
+"""What decoding costs on a card with kvpack, DynamicCache and QuantizedCache: ``python bench/decode.py --help``.
 
 Shapes are those of an 8B model: 32 layers, 32 query heads over 8 KV heads of 128 channels. Keys, values, queries and
 weights are random. Every figure is a median.
@@ -10,7 +10,7 @@ import time
 
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, QuantizedCache
 
 import kvpack
 import kvpack.hf
@@ -18,6 +18,7 @@ import kvpack.hf
 LAYERS, HEADS, KV_HEADS, CHANNELS = 32, 32, 8, 128
 DTYPE = torch.bfloat16
 PART = 1024
+QUANTIZED = ("hqq", "quanto")
 
 
 def rows(count, heads):
@@ -213,18 +214,31 @@ def packed_cache(model, recipe, batch, tokens):
     return past
 
 
-def end_to_end(model, batch, tokens, steps, recipe, argument):
+def dense_cache(past, batch, tokens):
+    """Fills a cache of transformers with random tokens."""
+    for layer in range(LAYERS):
+        of = [torch.randn(batch, KV_HEADS, tokens, CHANNELS, device="cuda", dtype=DTYPE) for _ in range(2)]
+        past.update(*of, layer)
+    return past
+
+
+def cache_of(model, kind, batch, tokens):
+    if kind == "DynamicCache":
+        return dense_cache(DynamicCache(), batch, tokens)
+    if kind in QUANTIZED:
+        return dense_cache(QuantizedCache(kind, model.config, nbits=4), batch, tokens)
+    return packed_cache(model, kind, batch, tokens)
+
+
+def end_to_end(model, batch, tokens, steps, kind, argument):
     """Decoded tokens in a second, with the model's other kernels."""
+    torch.cuda.empty_cache()
     before = free_bytes()
-    if recipe is None:
-        kvpack.hf.disable(model)
-        past = DynamicCache()
-        for layer in range(LAYERS):
-            of = [torch.randn(batch, KV_HEADS, tokens, CHANNELS, device="cuda", dtype=DTYPE) for _ in range(2)]
-            past.update(*of, layer)
-    else:
-        kvpack.hf.enable(model, recipe)
-        past = packed_cache(model, recipe, batch, tokens)
+    dense = kind == "DynamicCache" or kind in QUANTIZED
+    kvpack.hf.disable(model) if dense else kvpack.hf.enable(model, kind)
+    past = cache_of(model, kind, batch, tokens)
+    torch.cuda.empty_cache()  # of what filled the cache
+    held = before - free_bytes()
     ids, times, least = torch.ones(batch, 1, dtype=torch.long, device="cuda"), [], free_bytes()
     with torch.no_grad():
         for _ in range(steps + 4):
@@ -234,8 +248,10 @@ def end_to_end(model, batch, tokens, steps, recipe, argument):
             least = min(least, free_bytes())
             times.append(time.perf_counter() - began)
     seconds = statistics.median(times[4:])
-    print(f"model | {batch} × {tokens} | {recipe or 'DynamicCache + SDPA bf16'} | {batch / seconds:.1f} tokens/s | "
-          f"{1e3 * seconds:.2f} ms a step | cache and work {(before - least) / 2**30:.2f} GiB", flush=True)
+    name = {"DynamicCache": "DynamicCache + SDPA bf16", **{of: f"QuantizedCache {of} 4 bits" for of in QUANTIZED}}
+    print(f"model | {batch} × {tokens} | {name.get(kind, kind)} | {batch / seconds:.1f} tokens/s | "
+          f"{1e3 * seconds:.2f} ms a step | cache {held / 2**30:.2f} GiB, with the work of a step "
+          f"{(before - least) / 2**30:.2f} GiB", flush=True)
 
 
 def main():
@@ -243,6 +259,7 @@ def main():
     parser.add_argument("parts", nargs="*", default=["host", "attention", "model"])
     parser.add_argument("--sizes", default="1x8192,1x32768,8x32768,1x131072", help="batch x tokens, with commas")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--caches", default="DynamicCache,saw-int4", help=f"of the model; also {', '.join(QUANTIZED)}")
     parser.add_argument("--no-cudnn", action="store_true", help="let SDPA use no cuDNN kernels")
     given = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(not given.no_cudnn)
@@ -260,12 +277,12 @@ def main():
             names = inspect.signature(model.model.forward).parameters
             argument = "past_key_values" if "past_key_values" in names else "cache"
             for batch, tokens in sizes:
-                for recipe in (None, "saw-int4"):
+                for kind in given.caches.split(","):
+                    steps = 5 if kind in QUANTIZED else given.steps
                     try:
-                        end_to_end(model, batch, tokens, given.steps, recipe, argument)
-                    except (torch.cuda.OutOfMemoryError, kvpack.NoRoom) as full:
-                        name = recipe or "DynamicCache"
-                        print(f"model | {batch} × {tokens} | {name} | {str(full)[:100]}", flush=True)
+                        end_to_end(model, batch, tokens, steps, kind, argument)
+                    except Exception as failed:
+                        print(f"model | {batch} × {tokens} | {kind} | {str(failed)[:200]}", flush=True)
                     torch.cuda.empty_cache()
 
 

@@ -202,12 +202,11 @@ impl<B: Host> Shared<B> {
 
     /// Launches a layer of a prepared step; false if the step is none, and the calls of the cache are to be made.
     fn launch(&self, py: Python<'_>, step: u64, layer: usize, rows: &LayerRows<'_>) -> PyResult<bool> {
-        let views = match rows {
-            LayerRows::Store { keys, values } => vec![*keys, *values],
-            LayerRows::Attend { queries, out } => vec![*queries, *out],
-            LayerRows::Both { keys, values, queries, out } => vec![*keys, *values, *queries, *out],
+        let current = match rows {
+            LayerRows::Store { keys, values } => self.stream_of(py, &[keys, values]),
+            LayerRows::Attend { queries, out } => self.stream_of(py, &[queries, out]),
+            LayerRows::Both { keys, values, queries, out } => self.stream_of(py, &[keys, values, queries, out]),
         };
-        let current = self.stream_of(py, &views);
         py.detach(|| self.lock().launch(&self.host, step, current, layer, rows))
     }
 

@@ -58,7 +58,7 @@ fn driver(what: &'static str) -> impl Fn(DriverError) -> Error {
 
 /// Whether a graph captures a stream. The driver refuses the question for the default stream during a capture.
 fn is_capturing(stream: &CudaStream) -> bool {
-    stream.capture_status().map_or(true, |status| status != CU_STREAM_CAPTURE_STATUS_NONE)
+    stream.capture_status() != Ok(CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 /// The streams that a cache was called on, and the steps of its layers.

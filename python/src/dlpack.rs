@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::wrong_tensor;
-use crate::view::{Place, View, contiguous, wrong_type};
+use crate::view::{Dimensions, Place, View, contiguous, wrong_type};
 
 /// `DLTensor`.
 #[repr(C)]
@@ -110,7 +110,7 @@ impl DlTensor {
             true => unsafe { std::slice::from_raw_parts(numbers, dimensions) },
             false => &[],
         };
-        let shape: Vec<usize> = list(self.shape).iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
+        let shape: Dimensions<usize> = list(self.shape).iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
         let strides = match self.strides.is_null() {
             true => contiguous(&shape),
             false => list(self.strides).iter().map(|&n| n as isize).collect(),

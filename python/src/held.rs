@@ -10,6 +10,7 @@ use crate::errors::raised;
 use crate::host::Host;
 
 /// The cache of a backend.
+#[cfg_attr(feature = "cuda", expect(clippy::large_enum_variant, reason = "a cache has one, behind Python's pointer"))]
 pub enum Held {
     Cpu(Shared<Cpu>),
     #[cfg(feature = "cuda")]

@@ -9,13 +9,14 @@ use pyo3::types::PyTuple;
 
 use crate::errors::wrong_tensor;
 use crate::exchange::Exchange;
-use crate::view::{Place, View, wrong_type};
+use crate::view::{Dimensions, Place, View, wrong_type};
 
 /// What is looked up in PyTorch once.
 pub struct Torch {
     tensor: Py<PyAny>,
     elements: [(Py<PyAny>, ElementType); 3],
     exchange: Option<Exchange>,
+    empty_like: Py<PyAny>,
     /// The handle of the current stream of a device. Builds without CUDA have none.
     #[cfg(feature = "cuda")]
     current_stream: Option<Py<PyAny>>,
@@ -47,6 +48,7 @@ impl Torch {
         let tensor = torch.getattr("Tensor")?;
         Ok(Self {
             exchange: Exchange::of(&tensor),
+            empty_like: named("empty_like")?,
             tensor: tensor.unbind(),
             elements,
             #[cfg(feature = "cuda")]
@@ -57,6 +59,14 @@ impl Torch {
     /// Whether it is one of its tensors.
     pub fn has(&self, tensor: &Bound<'_, PyAny>) -> bool {
         tensor.is_instance(self.tensor.bind(tensor.py())).unwrap_or(false)
+    }
+
+    /// A new tensor of the shape and type of a contiguous one.
+    pub fn empty_like<'py>(like: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match Self::imported(like.py()) {
+            Some(torch) => torch.empty_like.bind(like.py()).call1((like,)),
+            None => like.call_method0("clone"),
+        }
     }
 
     /// The type of elements, as PyTorch names it.
@@ -119,6 +129,6 @@ impl Torch {
 }
 
 /// The numbers of a tuple.
-fn numbers<'py, T: FromPyObjectOwned<'py>>(tuple: &Bound<'py, PyAny>) -> PyResult<Vec<T>> {
+fn numbers<'py, T: FromPyObjectOwned<'py>>(tuple: &Bound<'py, PyAny>) -> PyResult<Dimensions<T>> {
     tuple.cast::<PyTuple>()?.iter().map(|number| number.extract().map_err(Into::into)).collect()
 }

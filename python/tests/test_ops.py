@@ -35,7 +35,7 @@ def model(layers):
     def forward(hidden):
         for layer, weight in enumerate(weights):
             q, k, v = (hidden @ weight).split([HIDDEN, KV_HEADS * CHANNELS, KV_HEADS * CHANNELS], dim=-1)
-            heads = lambda x: x.reshape(hidden.shape[0], -1, CHANNELS)
+            heads = lambda x: x.reshape(x.shape[0], -1, CHANNELS)
             if layer == 1:  # nobody reads what this store returns
                 layers.store(layer, heads(k), heads(v))
                 attended = layers.attend(layer, heads(q))
