@@ -19,6 +19,7 @@ LAYERS, HEADS, KV_HEADS, CHANNELS = 32, 32, 8, 128
 DTYPE = torch.bfloat16
 PART = 1024
 QUANTIZED = ("hqq", "quanto")
+SDPA = [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.CUDNN_ATTENTION]
 
 
 def rows(count, heads):
@@ -133,7 +134,6 @@ def attention_of(recipe, batch, tokens, steps):
 
 def dense_attention(batch, tokens, steps):
     """The same with DynamicCache and SDPA."""
-    before = free_bytes()
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
     past = DynamicCache()
@@ -142,35 +142,54 @@ def dense_attention(batch, tokens, steps):
         past.update(*of, layer)
     sets = [[torch.randn(batch, heads, 1, CHANNELS, device="cuda", dtype=DTYPE) for heads in
              (KV_HEADS, KV_HEADS, HEADS)] for _ in range(LAYERS)]
-    both, alone, least = [], [], free_bytes()
+    both = []
     for turn in range(steps + 3):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         held = []
         for layer, (k, v, q) in enumerate(sets):
-            keys, values = past.update(k, v, layer)
-            held.append((keys, values))
-            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+            held.append((q, *past.update(k, v, layer)))
+            torch.nn.functional.scaled_dot_product_attention(*held[-1], enable_gqa=True)
         events[1].record()
-        least = min(least, free_bytes())
-        inner = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        inner[0].record()
-        for (_, _, q), (keys, values) in zip(sets, held):
-            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-        inner[1].record()
         torch.cuda.synchronize()
         if turn >= 3:
             both.append(events[0].elapsed_time(events[1]))
-            alone.append(inner[0].elapsed_time(inner[1]))
     peak = torch.cuda.max_memory_allocated() - start
-    return [1e3 * statistics.median(of) / LAYERS for of in (both, alone)], peak, before - least
+    return 1e3 * statistics.median(both) / LAYERS, {of.name: sdpa_alone(of, held, steps) for of in SDPA}, peak
+
+
+def sdpa_alone(backend, held, steps):
+    """The attention of all layers in a graph, without the host and the copies of ``DynamicCache``; None if it fails."""
+    def layers():
+        for q, keys, values in held:
+            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    times, graph = [], torch.cuda.CUDAGraph()
+    try:
+        with torch.nn.attention.sdpa_kernel(backend):
+            layers()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                layers()
+    except RuntimeError as failed:
+        print(f"{backend.name}: {str(failed)[:100]}", flush=True)
+        return None
+    for _ in range(steps + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 1e3 * statistics.median(times[3:]) / LAYERS
 
 
 def attention(batch, tokens, steps):
     try:
-        (both, alone), peak, _ = dense_attention(batch, tokens, steps)
-        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | {both:.1f} µs, SDPA alone {alone:.1f} µs | "
-              f"peak {peak / 2**30:.2f} GiB", flush=True)
+        both, alone, peak = dense_attention(batch, tokens, steps)
+        alone = ", ".join(f"{name} {us:.1f} µs" for name, us in alone.items() if us is not None)
+        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | eager {both:.1f} µs; SDPA alone in a graph: "
+              f"{alone} | peak {peak / 2**30:.2f} GiB", flush=True)
     except torch.cuda.OutOfMemoryError:
         print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | out of memory", flush=True)
     torch.cuda.empty_cache()

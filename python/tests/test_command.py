@@ -1,6 +1,8 @@
 """The command ``kvpack`` of the wheel."""
 
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +11,8 @@ import pytest
 import kvpack
 from kvpack import _kvpack
 
-FOLDER = pathlib.Path(sys.executable).parent
+# Next to the interpreter, or where pip put it with --target.
+NAMED = shutil.which("kvpack", path=os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]))
 HELD = hasattr(_kvpack, "command")
 
 
@@ -19,7 +22,8 @@ def run(*arguments):
 
 def ways():
     """The command by its name and through the module."""
-    return [(str(FOLDER / "kvpack"),), (sys.executable, "-m", "kvpack")]
+    assert NAMED, "pip put no kvpack on the PATH"
+    return [(NAMED,), (sys.executable, "-m", "kvpack")]
 
 
 @pytest.mark.skipif(HELD, reason="this wheel has the command")

@@ -93,11 +93,9 @@ pub enum ElementsMut<'a> {
 }
 
 impl ElementsMut<'_> {
-    /// Writes numbers from element `first` on, rounded to the nearest value, ties to even.
-    ///
-    /// # Panics
-    /// If there are fewer elements, as when indexing a slice.
-    pub fn write_f32(&mut self, first: usize, numbers: &[f32]) {
+    /// Writes numbers from element `first` on, rounded to the nearest value, ties to even. The caller has checked that
+    /// there are as many elements.
+    pub(crate) fn write_f32(&mut self, first: usize, numbers: &[f32]) {
         let place = first..first + numbers.len();
         match self {
             Self::F32(to) => to[place].copy_from_slice(numbers),

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use kvpack::Error;
-use kvpack::backend::{Device, OpenStep};
+use kvpack::backend::Device;
 use kvpack::cache::{ModelCache, TokenRun};
 use kvpack::cuda::cudarc::driver::CudaStream;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
@@ -45,7 +45,7 @@ fn steps(backend: &Cuda) -> ModelStep {
 
 /// The launches of the open step, which is marked as stored.
 fn launches(cache: &ModelCache<Cuda>, steps: &mut ModelStep) -> StepLaunches {
-    let open: Vec<OpenStep<'_, Cuda>> = cache.open_steps().unwrap();
+    let open = cache.open_steps().unwrap();
     let written = steps.write(&open).unwrap();
     let launches = written.launches().unwrap();
     written.replayed();
