@@ -19,6 +19,7 @@ LAYERS, HEADS, KV_HEADS, CHANNELS = 32, 32, 8, 128
 DTYPE = torch.bfloat16
 PART = 1024
 QUANTIZED = ("hqq", "quanto")
+GRAPHS = "graphs:"
 SDPA = [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.CUDNN_ATTENTION]
 
 
@@ -188,7 +189,7 @@ def attention(batch, tokens, steps):
     try:
         both, alone, peak = dense_attention(batch, tokens, steps)
         alone = ", ".join(f"{name} {us:.1f} µs" for name, us in alone.items() if us is not None)
-        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | eager {both:.1f} µs; SDPA alone in a graph: "
+        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | eager {both:.1f} µs; SDPA in a graph: "
               f"{alone} | peak {peak / 2**30:.2f} GiB", flush=True)
     except torch.cuda.OutOfMemoryError:
         print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | out of memory", flush=True)
@@ -254,8 +255,11 @@ def end_to_end(model, batch, tokens, steps, kind, argument):
     torch.cuda.empty_cache()
     before = free_bytes()
     dense = kind == "DynamicCache" or kind in QUANTIZED
-    kvpack.hf.disable(model) if dense else kvpack.hf.enable(model, kind)
-    past = cache_of(model, kind, batch, tokens)
+    recipe = kind.removeprefix(GRAPHS)
+    kvpack.hf.disable(model) if dense else kvpack.hf.enable(model, recipe)
+    if recipe != kind:
+        kvpack.hf.use_graphs(model)
+    past = cache_of(model, recipe, batch, tokens)
     torch.cuda.empty_cache()  # of what filled the cache
     held = before - free_bytes()
     ids, times, least = torch.ones(batch, 1, dtype=torch.long, device="cuda"), [], free_bytes()
@@ -278,7 +282,8 @@ def main():
     parser.add_argument("parts", nargs="*", default=["host", "attention", "model"])
     parser.add_argument("--sizes", default="1x8192,1x32768,8x32768,1x131072", help="batch x tokens, with commas")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--caches", default="DynamicCache,saw-int4", help=f"of the model; also {', '.join(QUANTIZED)}")
+    parser.add_argument("--caches", default=f"DynamicCache,saw-int4,{GRAPHS}saw-int4",
+                        help=f"of the model; also {', '.join(QUANTIZED)}")
     parser.add_argument("--no-cudnn", action="store_true", help="let SDPA use no cuDNN kernels")
     given = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(not given.no_cudnn)
