@@ -5,7 +5,7 @@
 #   python.sh          all of it, in a debug build of the CPU backend, without the command
 #   python.sh release  the same, optimised, of what a user gets: the command and CUDA as well
 #   python.sh lint     the style of the Python files, and whether the stubs are those of the module
-#   python.sh sdist    builds the wheel from the source archive: what pip does where it finds no wheel
+#   python.sh sdist    builds a debug wheel from the source archive, as pip does where it finds no wheel
 #   python.sh hf       the tests of kvpack.hf as well: PyTorch and transformers, gigabytes of downloads
 #
 #   KVPACK_PYTHON      the interpreter, python3 if it is not set
@@ -41,7 +41,7 @@ lint() {
 sdist() {
     local folder="$target/sdist" archive said
     rm -rf "$folder"
-    "$target/tools/bin/maturin" sdist --quiet --manifest-path python/Cargo.toml --out "$folder"
+    "$target/tools/bin/maturin" sdist --manifest-path python/Cargo.toml --out "$folder"
     archive=("$folder"/kvpack-*.tar.gz)
     echo "$(basename "${archive[0]}"): $(wc -c <"${archive[0]}") bytes"
     if said=$(PATH="$target/tools/bin:/usr/bin:/bin" HOME="$folder" MATURIN_NO_INSTALL_RUST=1 \
@@ -52,8 +52,8 @@ sdist() {
         printf 'pip does not say that Rust is missing:\n%s\n' "$said"
         return 1
     fi
-    CARGO_TARGET_DIR="$target" "$target/tools/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation \
-        -w "$folder" "${archive[0]}"
+    PATH="$target/tools/bin:$PATH" CARGO_TARGET_DIR="$target" "$target/tools/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation \
+        --config-settings 'build-args=--profile dev --no-default-features' -w "$folder" "${archive[0]}"
     ls "$folder"/kvpack-*.whl
 }
 
