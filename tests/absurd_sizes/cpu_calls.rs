@@ -12,7 +12,9 @@ use kvpack::cpu::{
     top_k,
 };
 use kvpack::format::{Calibration, CodeRange, Direction, KeyOrValue, Rotation};
-use kvpack::plan::{ElementType, Elements, Page, QueryLayout, QueryRun, RowLayout, Rows, Split, TokenRange, TokenWrite, Work};
+use kvpack::plan::{
+    ElementType, Elements, Page, QueryLayout, QueryRun, RowLayout, Rows, Split, TokenRange, TokenWrite, Work,
+};
 use kvpack::policy::{Policy, QueryPositions, Spans};
 use kvpack::{Bits, SegmentFormat};
 use pollster::block_on;

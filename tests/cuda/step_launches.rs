@@ -91,8 +91,7 @@ fn new_tensors_in_every_layer_attend_as_calls_that_submit() {
         for turn in 0..12 {
             let tokens = if turn == 0 { 5 } else { 1 };
             let runs: Vec<TokenRun> = (0..BATCH).map(|sequence| TokenRun::chunk(sequence, tokens)).collect();
-            let of: Vec<LayerTensors> =
-                (0..LAYERS).map(|_| random(&backend, &mut numbers, BATCH * tokens)).collect();
+            let of: Vec<LayerTensors> = (0..LAYERS).map(|_| random(&backend, &mut numbers, BATCH * tokens)).collect();
             begin(&mut cache, &runs);
             let launches = launches(&cache, &mut steps);
             let stream = if turn % 2 == 0 { backend.stream() } else { &other };
