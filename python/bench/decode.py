@@ -268,8 +268,9 @@ def end_to_end(model, batch, tokens, steps, kind, argument):
             began = time.perf_counter()
             logits = model(ids, use_cache=True, **{argument: past}).logits
             ids = logits[:, -1:].argmax(-1)
-            least = min(least, free_bytes())
+            torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
+            least = min(least, free_bytes())
     seconds = statistics.median(times[4:])
     name = {"DynamicCache": "DynamicCache + SDPA bf16", **{of: f"QuantizedCache {of} 4 bits" for of in QUANTIZED}}
     print(f"model | {batch} × {tokens} | {name.get(kind, kind)} | {batch / seconds:.1f} tokens/s | "

@@ -1,6 +1,5 @@
 """Decoding steps of models of transformers in CUDA graphs: see ``kvpack.hf.use_graphs``."""
 
-import copy
 import functools
 
 import torch
@@ -51,9 +50,8 @@ class Graphs:
         finally:
             held.close()
             step.abandon()  # does nothing after the commit
-        output = copy.copy(kept.output)
-        output.last_hidden_state = output.last_hidden_state.clone()
-        return output
+        cache = next(kwargs[name] for name in _CACHES if kwargs.get(name) is not None)
+        return kept.kind(last_hidden_state=kept.hidden.clone(), **dict.fromkeys(kept.caches, cache))
 
     def parts(self, args, kwargs):
         """What holds the cache, and the tensors of the call, if it is one that a graph may replay."""
@@ -100,7 +98,7 @@ class Graphs:
         given = {**kwargs, **kept.inputs, "attention_mask": None}
 
         def layers():
-            kept.output = self.forward(**given)
+            kept.take(self.forward(**given))
 
         held.open(step)
         try:
@@ -140,11 +138,22 @@ class Graphs:
 
 
 class Kept:
-    """A graph, and what it reads and writes: the step keeps the memory of the cache."""
+    """A graph, and what it reads and writes: the step keeps the memory of the cache. It does not keep the cache of
+    transformers, which keeps the graph: nothing would free either at once."""
 
     def __init__(self, step, inputs):
         self.step, self.inputs = step, inputs
-        self.graph = self.output = None
+        self.graph = self.hidden = self.kind = None
+        self.caches = []
+
+    def take(self, output):
+        """Takes what the decoder returned."""
+        found = {name for name, value in output.items() if value is not None}
+        others = found - {"last_hidden_state", *_CACHES}
+        if others:
+            raise Error(f"the decoder returns {', '.join(sorted(others))} as well, which no graph keeps")
+        self.kind, self.hidden = type(output), output.last_hidden_state
+        self.caches = sorted(found & set(_CACHES))
 
 
 def why(graphs):

@@ -3,6 +3,7 @@
 ``enable(model, recipe)`` makes ``model.generate`` keep its keys and values packed and attend to the packed form.
 """
 
+import itertools
 import types
 
 import torch
@@ -239,8 +240,9 @@ class PackedCache(Cache):
     def __init__(self, recipe):
         _check_recipe(recipe)
         self.recipe = str(recipe)
-        self.held = _Held(self.recipe)
-        super().__init__(layer_class_to_replicate=lambda: PackedLayer(self.held, len(self.layers)))
+        self.held = held = _Held(self.recipe)
+        numbers = itertools.count()  # without a reference to the cache, so that it is freed at once
+        super().__init__(layer_class_to_replicate=lambda: PackedLayer(held, next(numbers)))
 
     def memory(self):
         """Bytes of all layers, as ``kvpack.Cache.memory``."""

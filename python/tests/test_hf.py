@@ -5,6 +5,7 @@ With ``KVPACK_TEST_DEVICE=cuda`` they run on a card.
 
 import inspect
 import os
+import weakref
 
 import pytest
 
@@ -95,6 +96,14 @@ def test_greedy_tokens_are_those_of_the_model(model, rows, tokens):
     same_tokens(given, wanted, tokens)
     again = generated(kvpack.hf.disable(model), ids, mask, max_new_tokens=30)
     assert torch.equal(torch.stack(again.logits), torch.stack(wanted.logits))
+
+
+def test_a_cache_is_freed_at_once(model):
+    ids, mask = prompts(2, 20)
+    given = generated(kvpack.hf.enable(model, "f16"), ids, mask, max_new_tokens=3)
+    gone = weakref.ref(getattr(given, CACHE).held)
+    del given
+    assert gone() is None
 
 
 def test_beams_are_those_of_the_model(model):
@@ -190,6 +199,10 @@ def test_graphs_generate_the_same(model, rows, monkeypatch):
     else:
         print(f"without graphs: {graphs.refused}")
         assert model.config.model_type == "gpt_oss"  # it chooses experts on the host
+    if DEVICE != "cpu":  # the replays of a test hold more
+        gone = weakref.ref(held)
+        del given, held
+        assert gone() is None, "something keeps the cache besides the caller"
     again = generated(kvpack.hf.disable(model), ids, mask, max_new_tokens=3)
     assert len(again.logits) == 3
 
