@@ -5,7 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvpack::backend::TensorRows;
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, SwappedSequence, TokenRun};
-use kvpack::plan::{QueryRun, RowLayout, TokenRange};
+use kvpack::cpu::CpuTensor;
+use kvpack::plan::{ElementType, QueryRun, RowLayout, TokenRange};
 use kvpack::policy::{LayerSelection, Selection, Spans};
 use kvpack::{AttentionShape, Error, Result};
 use pollster::block_on;
@@ -14,7 +15,6 @@ use pyo3::prelude::*;
 use crate::errors::{raised, wrong_tensor};
 use crate::host::{Host, LayerRows, Prepared};
 use crate::view::{View, new_like};
-use kvpack::plan::ElementType;
 
 /// The cache of a backend, and its open step.
 pub struct Shared<B: Host> {
@@ -202,12 +202,11 @@ impl<B: Host> Shared<B> {
 
     /// Launches a layer of a prepared step; false if the step is none, and the calls of the cache are to be made.
     fn launch(&self, py: Python<'_>, step: u64, layer: usize, rows: &LayerRows<'_>) -> PyResult<bool> {
-        let views = match rows {
-            LayerRows::Store { keys, values } => vec![*keys, *values],
-            LayerRows::Attend { queries, out } => vec![*queries, *out],
-            LayerRows::Both { keys, values, queries, out } => vec![*keys, *values, *queries, *out],
+        let current = match rows {
+            LayerRows::Store { keys, values } => self.stream_of(py, &[keys, values]),
+            LayerRows::Attend { queries, out } => self.stream_of(py, &[queries, out]),
+            LayerRows::Both { keys, values, queries, out } => self.stream_of(py, &[keys, values, queries, out]),
         };
-        let current = self.stream_of(py, &views);
         py.detach(|| self.lock().launch(&self.host, step, current, layer, rows))
     }
 
@@ -229,7 +228,12 @@ impl<B: Host> Shared<B> {
         Ok([k, v])
     }
 
+    /// Keys and values, and how they lie: where they are, if both lie alike.
     fn take_pair(&self, [keys, values]: &[View; 2]) -> PyResult<(B::Tensor, B::Tensor, RowLayout)> {
+        if let Some(rows) = keys.rows().filter(|rows| B::READS_ROWS && values.rows().as_ref() == Some(rows)) {
+            let of = |what, view| self.host.take_rows(what, view, &rows, &self.shape);
+            return Ok((of("keys", keys)?, of("values", values)?, rows));
+        }
         let rows = RowLayout::token_major(keys.shape[0], &self.shape);
         Ok((self.host.take("keys", keys)?, self.host.take("values", values)?, rows))
     }
@@ -277,7 +281,7 @@ impl<B: Host> Shared<B> {
             return Ok(());
         }
         let q = self.host.take("queries", queries)?;
-        let mut output = self.host.output(out)?;
+        let mut output = self.host.output(out, queries)?;
         self.call_on(py, self.stream_of(py, &[queries, out]), |state| {
             state.check_step(step).map_err(raised)?;
             block_on(state.cache.attend_into(layer, &q, &mut output)).map_err(raised)
@@ -353,8 +357,8 @@ impl<B: Host> Shared<B> {
             let spans = state.cache.dequantize(layer, sequence)?;
             let positions = block_on(state.cache.positions(layer, sequence))?;
             let held = spans.into_iter().zip(positions).map(|(span, positions)| {
-                let keys = block_on(self.host.download(&span.keys))?;
-                let values = block_on(self.host.download(&span.values))?;
+                let keys = CpuTensor::F32(block_on(self.host.download(&span.keys))?);
+                let values = CpuTensor::F32(block_on(self.host.download(&span.values))?);
                 let positions = match positions {
                     kvpack::cache::SpanPositions::Run(run) => (run.start()..run.end()).collect(),
                     kvpack::cache::SpanPositions::PerHead(positions) => positions,
@@ -443,8 +447,8 @@ pub struct HeldSpan {
     pub format: String,
     pub tokens: usize,
     pub positions: Vec<usize>,
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
+    pub keys: CpuTensor,
+    pub values: CpuTensor,
 }
 
 fn kept(selection: &Selection) -> Vec<Vec<Vec<u32>>> {

@@ -9,10 +9,11 @@ use pollster::block_on;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::dicts::memory_dict;
 use crate::errors::{raised, wrong_tensor};
 use crate::host::Host;
 use crate::new_array;
-use crate::python_cache::{memory_dict, recipe_of};
+use crate::recipe::recipe_of;
 use crate::view::{Place, View, new_like};
 
 /// Packed keys and values of one layer, from ``quantize``.
@@ -34,7 +35,7 @@ impl Packed {
     }
 }
 
-/// A tensor on the host with this many dimensions, copied.
+/// A tensor on the host with this many dimensions.
 fn taken(what: &str, tensor: &Bound<'_, PyAny>, dimensions: usize) -> PyResult<(CpuTensor, View)> {
     let view = View::of(what, tensor, None)?;
     view.check_place(what, Place::Cpu)?;
@@ -78,7 +79,7 @@ pub fn dequantize<'py>(py: Python<'py>, packed: &Packed) -> PyResult<(Bound<'py,
     let spans = py.detach(|| packed.cache.dequantize(0)).map_err(raised)?;
     let Some(span) = spans.first() else { return Err(crate::errors::Error::new_err("nothing is packed")) };
     let of = [shape.kv_heads(), span.tokens, shape.head_dim()];
-    Ok((new_array(py, &span.keys.to_f32(), &of)?, new_array(py, &span.values.to_f32(), &of)?))
+    Ok((new_array(py, &span.keys, &of)?, new_array(py, &span.values, &of)?))
 }
 
 /// The run of all rows of queries.
@@ -114,8 +115,9 @@ pub fn attend<'py>(
     let (q, view) = queries_of(packed, queries)?;
     let runs = [run_of(view.shape[0], visible)?];
     let (out, to) = view.output(queries, out, None)?;
-    let result = queries.py().detach(|| block_on(packed.cache.attend_runs(&runs, &q, to.element)));
-    Cpu::new().give(&result.map_err(raised)?, &to)?;
+    let mut output = Cpu::new().output(&to, &view)?;
+    queries.py().detach(|| block_on(packed.cache.attend_into(&runs, &q, &mut output))).map_err(raised)?;
+    Cpu::new().give(&output, &to)?;
     Ok(out)
 }
 
@@ -158,8 +160,7 @@ pub fn merge<'py>(first: States<'py>, second: States<'py>) -> PyResult<States<'p
             let reason = format!("outputs of shape {:?} have log-sum-exps of shape {:?}", view.shape, of_lse.shape);
             return Err(wrong_tensor(what, reason));
         }
-        let f32s = |tensor: CpuTensor| CpuTensor::F32(tensor.to_f32());
-        Ok((AttentionStates { outputs: f32s(o), lse: f32s(l) }, view.shape))
+        Ok((AttentionStates { outputs: o, lse: l }, view.shape))
     };
     let ((a, shape), (b, other)) = (states("first states", &first)?, states("second states", &second)?);
     if shape != other {
