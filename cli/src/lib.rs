@@ -19,9 +19,10 @@ mod provenance;
 pub mod readers;
 
 pub use model::{
-    Activation, Attention, Chunk, Config, ExactAttention, LocalLayers, Model, ModelError, PackedAttention, RopePairs,
-    Tokenizer,
+    Activation, Attention, Chunk, Config, ExactAttention, Fused, Inputs, LocalLayers, Model, ModelError,
+    PackedAttention, RopePairs, Tokenizer, softmax,
 };
+pub use provenance::run as this_run;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
