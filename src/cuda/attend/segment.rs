@@ -84,7 +84,8 @@ impl PlannedLaunch {
             first_extremes.push(extremes);
             extremes += parts.runs[span.run].run.queries;
         }
-        let (mut items, mut blocks) = (Vec::new(), Vec::new());
+        let count = tiles.iter().map(|&tiles| split::cut(tiles, most).count()).sum();
+        let (mut items, mut blocks) = (Vec::with_capacity(count), Vec::with_capacity(count));
         for ((index, part), &tiles) in parts.parts.iter().zip(&tiles) {
             let span = &segment.spans()[*index];
             for (start, length) in split::cut(tiles, most) {
@@ -151,9 +152,14 @@ impl PlannedLaunch {
     /// Long items come first, so that none begins when the others end. Those of a cluster stay together.
     pub(super) fn order_items(&mut self) {
         if self.cluster == 1 {
-            let mut both: Vec<(Item, usize)> = self.items.drain(..).zip(self.blocks.drain(..)).collect();
-            both.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
-            (self.items, self.blocks) = both.into_iter().unzip();
+            // Words are sorted in place of items, which are several times as long; of as many tokens in their order.
+            let key = |(place, item): (usize, &Item)| u64::from(!item.tokens) << 32 | place as u64;
+            let mut keys: Vec<u64> = self.items.iter().enumerate().map(key).collect();
+            if !keys.is_sorted() {
+                keys.sort_unstable();
+                self.items = keys.iter().map(|&key| self.items[key as u32 as usize]).collect();
+                self.blocks = keys.iter().map(|&key| self.blocks[key as u32 as usize]).collect();
+            }
         }
         if matches!(self.kernel, SegmentKernel::Run(_)) {
             self.order_first_items();
