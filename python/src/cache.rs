@@ -1,7 +1,7 @@
 //! A cache on one backend, behind a lock that is taken while the interpreter is free.
 
 use std::any::Any;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use kvpack::backend::TensorRows;
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, SwappedSequence, TokenRun};
@@ -13,6 +13,7 @@ use pollster::block_on;
 use pyo3::prelude::*;
 
 use crate::errors::{raised, wrong_tensor};
+use crate::forked::{is_forked, with_threads};
 use crate::host::{Host, LayerRows, Prepared};
 use crate::view::{View, new_like};
 
@@ -115,13 +116,20 @@ impl<B: Host> Shared<B> {
         Self { host, shape, state: Mutex::new(state) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<B>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Result<MutexGuard<'_, State<B>>> {
+        match self.state.try_lock() {
+            Ok(state) => Ok(state),
+            Err(TryLockError::Poisoned(state)) => Ok(state.into_inner()),
+            Err(TryLockError::WouldBlock) if is_forked() => {
+                refuse("cache", "another thread worked on it when this process was forked; make a new one here")
+            }
+            Err(TryLockError::WouldBlock) => Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner)),
+        }
     }
 
     /// Calls what the library does on the host alone, while other threads of Python run.
     pub fn look<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut State<B>) -> Result<R> + Send) -> PyResult<R> {
-        py.detach(|| work(&mut self.lock())).map_err(raised)
+        py.detach(|| with_threads(|| work(&mut *self.lock()?))).map_err(raised)
     }
 
     /// Calls the library, in the order of the caller's current stream, while other threads of Python run.
@@ -135,13 +143,14 @@ impl<B: Host> Shared<B> {
         current: u64,
         work: impl FnOnce(&mut State<B>) -> PyResult<R> + Send,
     ) -> PyResult<R> {
-        py.detach(|| {
-            let mut state = self.lock();
-            self.host.enter(&mut state.host, current).map_err(raised)?;
+        let on_stream = || {
+            let mut state = self.lock()?;
+            self.host.enter(&mut state.host, current)?;
             let done = work(&mut state);
-            self.host.leave(&mut state.host).map_err(raised)?;
-            done
-        })
+            self.host.leave(&mut state.host)?;
+            Ok(done)
+        };
+        py.detach(|| with_threads(on_stream)).map_err(raised)?
     }
 
     /// The stream that the contents of tensors are ordered on: PyTorch's, or the backend's through DLPack.
@@ -207,7 +216,7 @@ impl<B: Host> Shared<B> {
             LayerRows::Attend { queries, out } => self.stream_of(py, &[queries, out]),
             LayerRows::Both { keys, values, queries, out } => self.stream_of(py, &[keys, values, queries, out]),
         };
-        py.detach(|| self.lock().launch(&self.host, step, current, layer, rows))
+        py.detach(|| self.lock().map_err(raised)?.launch(&self.host, step, current, layer, rows))
     }
 
     /// Keys or values `[tokens, kv_heads, head_dim]`.

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 use crate::cache::Shared;
 use crate::errors::raised;
+use crate::forked::with_threads;
 use crate::host::Host;
 
 /// The cache of a backend.
@@ -82,7 +83,7 @@ pub fn open(
         sequences: usize,
         budget: Budget,
     ) -> PyResult<Shared<B>> {
-        let cache = py.detach(|| ModelCache::new(&host, kinds, sequences)).map_err(raised)?;
+        let cache = py.detach(|| with_threads(|| ModelCache::new(&host, kinds, sequences))).map_err(raised)?;
         Ok(Shared::new(host, cache.with_budget(budget), shape))
     }
     let unsupported = |hint: &'static str| {

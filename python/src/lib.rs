@@ -9,6 +9,7 @@ mod dicts;
 mod dlpack;
 mod errors;
 mod exchange;
+mod forked;
 mod functions;
 mod held;
 mod host;
@@ -38,6 +39,7 @@ fn recipes() -> Vec<String> {
 #[pymodule]
 fn _kvpack(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
+    forked::imported();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("Error", py.get_type::<errors::Error>())?;
     module.add("NoRoom", py.get_type::<errors::NoRoom>())?;

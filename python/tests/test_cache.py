@@ -1,7 +1,9 @@
 """The cache against attention in float64 over what it holds."""
 
+import os
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -281,6 +283,35 @@ def test_threads_on_one_cache_get_errors_or_their_turn():
     [thread.join() for thread in threads]
     assert len(outcomes) == 400 and "done" in outcomes
     assert sum(cache.length(sequence) for sequence in range(8)) == outcomes.count("done")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
+def test_forked_processes_work_on():
+    """As workers of PyTorch's DataLoader: with the parent's cache and a new one, while the parent works on."""
+    cache = new("kivi:2")
+    fill(cache, [(0, 300)])
+    packed = kvpack.quantize(normal(0, 200, 2, 64), normal(1, 200, 2, 64), "kivi:2")
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            fill(cache, [(0, 200), 1], 3)
+            fill(new("saw-int4"), [(0, 200)], 3)
+            kvpack.attend(packed, normal(2, 5, 2, 64))
+            status = 0 if cache.length(0) == 500 else 1
+        finally:
+            os._exit(status)
+    fill(cache, [0])
+    for _ in range(600):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert cache.length(0) == 301
 
 
 def test_cuda_says_what_is_missing():
