@@ -1,4 +1,4 @@
-//! `study decode`: a step of decoding as a sum, over contexts of random keys and values, beside candle's own attention.
+//! `study decode`: a step of decoding as a sum, over contexts of random keys and values, next to candle's own attention.
 
 use std::path::PathBuf;
 

@@ -28,7 +28,7 @@ const VOCABULARY: usize = 32_000;
 pub enum Study {
     /// Throughput under a memory budget (CalibQuant, Tables 5-8)
     Throughput(ThroughputArgs),
-    /// A step of decoding as a sum, beside candle's own attention
+    /// A step of decoding as a sum, next to candle's own attention
     Decode(DecodeArgs),
     /// Prompts of which a policy keeps a share (VL-Cache, LOOK-M)
     Policy(PolicyArgs),

@@ -1,5 +1,5 @@
 //! `study policy`: prompts of which a policy keeps some tokens. What a step of decoding takes, what the choice costs
-//! beside reading the prompt, and what the cache holds (VL-Cache Tables 2 and 4, Figure 6; LOOK-M Table 4).
+//! next to reading the prompt, and what the cache holds (VL-Cache Tables 2 and 4, Figure 6; LOOK-M Table 4).
 
 use std::time::{Duration, Instant};
 
