@@ -1,4 +1,5 @@
-// attend_run: many queries of a run over one span, from queries to states or outputs.
+// attend_run: many queries of a run over one span, from queries to states or outputs. On compute capability 9.0 many
+// rows over f16 pages have a kernel of their own (attend_run_pipelined.cu).
 //
 //   score_rt = q_r · k_t scale log2(e)  for from_r <= t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
 //
@@ -166,7 +167,7 @@ __device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQ
     for (int f = 0; f < CHANNEL_STEPS; f++) {
 #pragma unroll
         for (int m = 0; m < PASS_STEPS; m++) {
-            const FragmentPair key = load_fragments(keys + (m * CHANNEL_STEPS + f) * LOAD_BYTES + lane * 16);
+            const FragmentPair key = load_fragments<false>(keys + m * (CHANNEL_STEPS * LOAD_BYTES), f, lane);
             multiply_f16(products[2 * m], queries.fragments[f], key.first[0], key.first[1]);
             multiply_f16(products[2 * m + 1], queries.fragments[f], key.second[0], key.second[1]);
         }
@@ -179,7 +180,7 @@ __device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weigh
     for (int m = 0; m < PASS_STEPS; m++) {
 #pragma unroll
         for (int n = 0; n < CHANNEL_STEPS; n++) {
-            const FragmentPair value = load_fragments(values + (m * CHANNEL_STEPS + n) * LOAD_BYTES + lane * 16);
+            const FragmentPair value = load_fragments<true>(values + m * (CHANNEL_STEPS * LOAD_BYTES), n, lane);
             multiply_f16(sums.values[2 * n], weights[m], value.first[0], value.first[1]);
             multiply_f16(sums.values[2 * n + 1], weights[m], value.second[0], value.second[1]);
         }
@@ -357,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
     // A captured launch has room for more items than a step may have.
     if (item.tokens == 0u) return;
     const TileRing ring = {shared_address(room) + RING_AT, shared_address(barriers), call.pages + item.first_page,
-                           (u64)kv_head * HEAD_BYTES, ((int)item.tokens + PIECE_TOKENS - 1) / PIECE_TOKENS};
+                           (u64)kv_head * HEAD_BYTES, ((int)item.tokens + TILE_TOKENS - 1) / TILE_TOKENS};
     ring.start();
     __syncthreads();
     // All reads above are of tables that were written before the step was launched. The data below may come from the
@@ -367,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         admit_later_kernels();
     }
     // All stages except the last lie next to the queries.
-    for (int piece = 0; piece < STAGES - RING_HOLDS_QUERIES; piece++) ring.issue(piece);
+    for (int tile = 0; tile < STAGES - RING_HOLDS_QUERIES; tile++) ring.issue(tile);
 
     for (int row = threadIdx.x; row < ROWS; row += WARPS * 32) {
         const int seen = item.seen + (int)min((u32)row / call.group, item.queries - 1u);
@@ -387,15 +388,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         ring.issue(STAGES - 1);
     }
     const int units = ((int)item.tokens + UNIT_TOKENS - 1) / UNIT_TOKENS;
-    constexpr int piece_units = TILE_UNITS / TILE_PIECES;
     const auto unpack = [&](int unit) {
-        const int piece = unit / piece_units;
-        ring.wait(piece);
-        unpack_unit(shared_address(room) + unit % 2 * HALVES_BYTES, ring.stage(piece), unit % TILE_UNITS, warp, lane);
+        const int tile = unit / TILE_UNITS;
+        ring.wait(tile);
+        unpack_unit(shared_address(room) + unit % 2 * HALVES_BYTES, ring.stage(tile), unit % TILE_UNITS, warp, lane);
     };
-    // Loads the next piece into the place of this unit's piece, once its last unit was read.
+    // Loads the next tile into the place of this unit's tile, once its last unit was read.
     const auto issue_after = [&](int unit) {
-        if (unit % piece_units == piece_units - 1) ring.issue(unit / piece_units + STAGES);
+        if (unit % TILE_UNITS == TILE_UNITS - 1) ring.issue(unit / TILE_UNITS + STAGES);
     };
     if constexpr (UNPACKS) {
         unpack(0);
