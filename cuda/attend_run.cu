@@ -297,8 +297,9 @@ struct BlockSums {
             }
         }
         // A row that sees nothing of the item has neither.
+        const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
 #pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) mean[i] = weight == 0.0f ? 0.0f : mean[i] / weight;
+        for (int i = 0; i < LANE_CHANNELS; i++) mean[i] *= inverse;
         return weight == 0.0f ? NO_SCORE : reference + log2_approx(weight);
     }
 };
@@ -313,28 +314,39 @@ __device__ __forceinline__ void write_rows(const AttendCall& call, const Item& i
         for (int i = 0; i < LANE_CHANNELS; i++) ranges[i] = from[32 * i];
     }
     const int end = min(first_row + PREPARED_ROWS, (int)(item.queries * call.group));
+    const bool merged = item.states > 1u;
+    const u32 query_heads = call.kv_heads * call.group;
+    // A lane knows the place of one of the rows.
+    const BlockRow of_lane = block_row(call, kv_head, first_row + lane % PREPARED_ROWS);
+    const u64 row_of_lane =
+        (u64)(merged ? item.state + of_lane.query * item.stride : item.row + of_lane.query) * query_heads + of_lane.head;
+    const u64 output_of_lane = (item.row + of_lane.query) * call.output_stride + (u64)of_lane.head * TENSOR_CHANNELS;
 #pragma unroll 4
     for (int r = first_row; r < end; r++) {
         float row[LANE_CHANNELS];
-        const float lse = sums.mean(row, r, lane);
+        float lse = sums.mean(row, r, lane);
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             row[i] *= halves_unit(VALUE_LEVEL_UNIT);
             if (VALUE_SPAN_RANGES) row[i] = __fmaf_rn(ranges[i].x, row[i] + VALUE_CENTRE, ranges[i].y);
         }
         rotate_back<true>(row, lane);
-        const BlockRow of = block_row(call, kv_head, r);
-        const u32 query_heads = call.kv_heads * call.group;
-        const u64 state = (u64)(item.state + of.query * item.stride) * query_heads + of.head;
+        const u64 at = __shfl_sync(ALL_LANES, row_of_lane, r - first_row);
+        if (merged) {
+            if (lane == 0) call.state_lse[at] = lse;
+#pragma unroll
+            for (int i = 0; i < LANE_CHANNELS; i++) call.states[at * HEAD_DIM + lane + 32 * i] = row[i];
+            continue;
+        }
+        const u32 head = __shfl_sync(ALL_LANES, of_lane.head, r - first_row);
+        const float share = output_share(call, head, lse);
+        if (lane == 0 && call.lse != nullptr) call.lse[at] = lse * 0.69314718f;
+        const u64 output = __shfl_sync(ALL_LANES, output_of_lane, r - first_row);
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
-            if (item.states == 1) {
-                write_output(call, item.row + of.query, of.head, lane + 32 * i, {row[i], lse});
-            } else {
-                call.states[state * HEAD_DIM + lane + 32 * i] = row[i];
-            }
+            if (lane + 32 * i >= TENSOR_CHANNELS) continue;
+            store_element(call.output, call.output_type, output + lane + 32 * i, row[i] * share);
         }
-        if (item.states > 1 && lane == 0) call.state_lse[state] = lse;
     }
 }
 

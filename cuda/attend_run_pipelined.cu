@@ -418,8 +418,7 @@ struct WarpGroup {
                 target.to = call.states + at * HEAD_DIM;
             } else {
                 const u64 row = item.row + query;
-                state = with_sink(call, head, state);
-                if (state.lse < LEAST_LSE) state = {0.0f, -__int_as_float(0x7f800000)};
+                state.out *= output_share(call, head, state.lse);
                 if (exists && (lane & 3) == 0 && call.lse != nullptr) {
                     call.lse[row * query_heads + head] = state.lse * 0.69314718f;
                 }
