@@ -289,6 +289,7 @@ mod tests {
         assert!(items.iter().all(|item| item.queries == 64));
         assert_eq!(items.iter().filter(|item| item.later == 63).count(), 256);
         assert!(items.len() < 5 * 256, "{}", items.len());
+        assert_eq!(work.block_queries(), 64);
     }
 
     /// What queries see together is read once for a block of them, whatever their number.

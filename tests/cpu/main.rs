@@ -41,4 +41,5 @@ mod steps_that_grow;
 mod stored_error;
 mod swap_out;
 mod swapped_bytes;
+mod told;
 mod unfused_attention;

@@ -4,9 +4,9 @@ use kvpack::Error;
 use kvpack::format::MOST_HEADS;
 use kvpack::plan::TokenRange;
 use kvpack::policy::{
-    BudgetRule, ColumnRequest, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows, Policy, Pool,
-    Pooling, PyramidShape, QueryPositions, Recent, ScoreRequest, ScoreRule, Selection, Spans, TextRule, VlCacheLimits,
-    Weighing, check_order, check_widths, chunk_shares, layer_sparsity, pyramid_budgets, uniform_budgets,
+    BudgetRule, ColumnRequest, HeadAggregation, KeepRule, LayerSelection, LayerStatistics, MeasuredRows, Merging,
+    Policy, Pool, Pooling, PyramidShape, QueryPositions, Recent, ScoreRequest, ScoreRule, Selection, Spans, TextRule,
+    VlCacheLimits, Weighing, check_order, check_widths, chunk_shares, layer_sparsity, pyramid_budgets, uniform_budgets,
     vlcache_budgets,
 };
 
@@ -246,4 +246,28 @@ fn budgets_at_their_limits() {
 fn a_fraction_is_what_is_left_of_a_number() {
     let budgets = vlcache_budgets(&[0.42, 0.84, 0.74], 10, 1.0 / 3.0, VlCacheLimits::default()).unwrap();
     assert_eq!(budgets.tokens, [6, 2, 2]);
+}
+
+/// What each method's documentation says of it.
+#[test]
+fn methods_are_what_their_papers_say() {
+    let best = |recent, text| KeepRule::Best { recent, text };
+    let h2o = Policy::h2o(0.25).unwrap();
+    let scores = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
+    let (rows, keep) = (MeasuredRows::All, best(Recent::Share(0.5), TextRule::Equal));
+    assert_eq!(h2o, Policy { ratio: 0.25, rows, scores, budget: BudgetRule::Uniform, keep, merging: None });
+
+    let (keep, merging) = (best(Recent::Share(0.5), TextRule::Raised), Some(Merging::default()));
+    assert_eq!(Policy::lookm(0.25).unwrap(), Policy { keep, merging, ..h2o.clone() });
+
+    let pooled = ScoreRule { pooling: Some(Pooling::new(Pool::Average, 7).unwrap()), ..scores };
+    let (rows, keep) = (MeasuredRows::Last(32), best(Recent::Tokens(32), TextRule::Equal));
+    assert_eq!(Policy::snapkv(0.25).unwrap(), Policy { rows, scores: pooled, keep, ..h2o.clone() });
+
+    let (rows, keep) = (MeasuredRows::Last(8), best(Recent::Tokens(8), TextRule::Equal));
+    let budget = BudgetRule::Pyramid { beta: 20 };
+    assert_eq!(Policy::pyramidkv(0.25).unwrap(), Policy { rows, scores: pooled, budget, keep, ..h2o.clone() });
+
+    let (rows, keep) = (MeasuredRows::None, KeepRule::Random { seed: 9 });
+    assert_eq!(Policy::random(0.25, 9).unwrap(), Policy { rows, keep, ..h2o });
 }

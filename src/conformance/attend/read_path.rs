@@ -154,6 +154,7 @@ pub(super) fn read_path_states() -> Vec<AttendCase> {
     // As many as kernels for many queries take.
     let many = unseen(40, Scored::Plain);
     cases.push(AttendCase { name: format!("states-{}-40", many.name), quick: false, ..many });
+    cases.push(partly_unseen());
     cases
 }
 
@@ -183,6 +184,14 @@ fn case(
     case.queries = Queries::Runs(vec![run(0, rows), run(1, 1), run(2, 5)]);
     case.scoring = scored.of(&case);
     case
+}
+
+/// As many, of which the last 13 see nothing: kernels for many queries take them with those that do.
+fn partly_unseen() -> AttendCase {
+    let case = unseen(40, Scored::Plain);
+    let beyond = QueryRun { end: Some(220), ..QueryRun::new(0, 40, Visible::Window { left: 7 }) };
+    let queries = Queries::Runs(vec![beyond, QueryRun::new(1, 2, Visible::Window { left: 9 })]);
+    AttendCase { name: "states-read-nothing-at-the-end-40".into(), quick: true, queries, ..case }
 }
 
 /// Queries that see nothing: their window is beyond all stored tokens. Another sequence's see some.
