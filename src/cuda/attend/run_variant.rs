@@ -315,6 +315,30 @@ mod tests {
         Ok(())
     }
 
+    /// f16 pages have a kernel whose blocks take works, where there are warpgroups and rows for them. It takes the rows of
+    /// an item in parts of whole queries.
+    #[test]
+    fn many_rows_of_f16_are_works() -> std::result::Result<(), Error> {
+        let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+        let a100 = DeviceFacts { capability: (8, 0), multiprocessors: 108, shared_bytes: 166_912 };
+        for (head_dim, rows) in [(64, 192), (80, 128), (96, 128), (128, 128), (256, 128)] {
+            let pages = PageFormat::new(&AttentionShape::new(32, 8, head_dim)?, &SegmentFormat::F16)?;
+            let run = |rows, facts: &DeviceFacts| RunVariant::new(pages, rows, facts).filter(RunVariant::takes_works);
+            let pipelined = run(LEAST_PIPELINED_ROWS, &h200).unwrap();
+            assert_eq!((pipelined.rows(), pipelined.name()), (rows, "attend_run_pipelined"), "{head_dim}");
+            assert_eq!(run(LEAST_PIPELINED_ROWS - 1, &h200), None);
+            assert_eq!(run(LEAST_PIPELINED_ROWS, &a100), None);
+            // 64 queries of four heads; 85 of three, of which a part has 42 (64 of three warpgroups).
+            assert_eq!(pipelined.row_parts(4), 2, "{head_dim}");
+            assert_eq!(pipelined.row_parts(3), if head_dim == 64 { 2 } else { 3 }, "{head_dim}");
+            assert_eq!(pipelined.with_item_rows(rows).row_parts(4), 1);
+        }
+        assert_eq!(item_rows(64, true, &h200), 192);
+        assert_eq!(item_rows(64, false, &h200), BLOCK_ROWS);
+        assert_eq!(item_rows(64, true, &a100), BLOCK_ROWS);
+        Ok(())
+    }
+
     #[test]
     fn formats_without_sketches_of_up_to_128_channels_have_a_variant() -> std::result::Result<(), Error> {
         let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
