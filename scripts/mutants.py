@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,30 +35,34 @@ def build(folder):
     messages = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     planter = next(json.loads(line)["executable"] for line in messages if '"executable":"/' in line)
     files = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True).stdout.split("\n")
-    without = folder / "without.txt"
+    without, constant = folder / "without.txt", folder / "constant.txt"
     without.touch()
+    constant.touch()
     while True:
         shutil.rmtree(copy / "src", ignore_errors=True)
         for file in filter(None, files):
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, copy / file)
-        planted = subprocess.run([planter, copy / "src", without], check=True, capture_output=True, text=True).stdout
+        plant = [planter, copy / "src", without, constant]
+        planted = subprocess.run(plant, check=True, capture_output=True, text=True).stdout
         (folder / "mistakes.tsv").write_text(planted)
-        refused = compile_all(copy, folder)
-        if not refused:
+        refused, called = compile_all(copy, folder)
+        if not refused and not called:
             break
-        print(f"{len(refused)} mistakes do not compile", flush=True)
+        print(f"{len(refused)} mistakes do not compile, {len(called)} functions are called while compiling", flush=True)
         with without.open("a") as file:
             file.writelines(f"{number}\n" for number in sorted(refused))
+        with constant.open("a") as file:
+            file.writelines(f"{name}\n" for name in sorted(called))
     print(f"{len(planted.splitlines())} mistakes are planted, {len(without.read_text().split())} do not compile")
 
 
 def compile_all(copy, folder):
-    """Builds the test programs; the numbers of the mistakes in the lines that do not compile."""
+    """Builds the test programs; the numbers of the mistakes that do not compile, and constant functions."""
     command = ["cargo", "test", "--locked", "--package", "kvpack", "--package", "kvpack-tests",
                "--no-default-features", "--no-run", "--message-format=json", *PROGRAMS.values()]
     done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, text=True)
-    refused, errors = set(), []
+    refused, called, errors = set(), set(), []
     for line in done.stdout.splitlines():
         message = json.loads(line)
         if message["reason"] == "compiler-artifact" and message["executable"]:
@@ -66,14 +71,43 @@ def compile_all(copy, folder):
                 shutil.copy2(message["executable"], folder / name)
         if message["reason"] != "compiler-message" or message["message"]["level"] != "error":
             continue
-        errors.append(message["message"]["rendered"])
-        for span in message["message"]["spans"]:
-            lines = (copy / span["file_name"]).read_text().splitlines()
-            for text in lines[max(span["line_start"] - 2, 0) : span["line_end"] + 1]:
-                refused.update(int(part.split("u32")[0]) for part in text.split("planted::on(")[1:])
-    if done.returncode != 0 and not refused:
+        message = message["message"]
+        errors.append(message["rendered"])
+        if message["code"] and message["code"]["code"] == "E0015":
+            called.add(constant_function(message["message"]))
+            continue
+        # The other spans of an error are what it conflicts with, where there may be mistakes that compile.
+        primary = [span for span in message["spans"] if span["is_primary"]]
+        refused |= numbers_at(copy, primary) or numbers_at(copy, message["spans"])
+    if done.returncode != 0 and not refused and not called:
         sys.exit("".join(errors[:10]) or "the sources do not compile")
-    return refused
+    return refused, called
+
+
+def constant_function(message):
+    """`Type::function` or `function` of an error that says that a function is not constant."""
+    path = message.split("`")[1]
+    while "<" in path:
+        path = re.sub(r"(::)?<[^<>]*>", "", path)
+    parts = [part for part in path.split("::") if part]
+    return "::".join(parts[-2:] if "associated" in message or "method" in message else parts[-1:])
+
+
+def numbers_at(copy, spans):
+    """The numbers of the mistakes in the lines of spans, or around them."""
+    numbers = set()
+    for span in spans:
+        lines = (copy / span["file_name"]).read_text().splitlines()
+        first = span["line_start"] - 1
+        found = [text for text in lines[max(first - 1, 0) : span["line_end"] + 1] if "planted::on(" in text]
+        if not found and span["is_primary"]:
+            # A value of several lines.
+            indent = [len(text) - len(text.lstrip()) for text in lines]
+            around = (at for at in range(first, max(first - 12, 0), -1) if indent[at] < indent[first])
+            found = [lines[at] for at in around if "if crate::planted::on(" in lines[at]][:1]
+        for text in found:
+            numbers.update(int(part.split("u32")[0]) for part in text.split("planted::on(")[1:])
+    return numbers
 
 
 def reach(folder):
@@ -122,7 +156,8 @@ def run(folder, first=0, last=1 << 30):
             try:
                 done = subprocess.run([folder / test["program"], "--exact", test["test"], "--test-threads=1"],
                                       capture_output=True, timeout=10 * test["seconds"] + 5,
-                                      env={**os.environ, "KVPACK_PLANTED": str(number)})
+                                      env={**os.environ, "KVPACK_PLANTED": str(number),
+                                           "PROPTEST_DISABLE_FAILURE_PERSISTENCE": "true"})
                 failed = done.returncode != 0
             except subprocess.TimeoutExpired:
                 failed = True

@@ -4,6 +4,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvpack_report::{Run, utc};
 
+use crate::invocation::Invocation;
+
 /// The commit that this command was built from; see build.rs.
 const COMMIT: Option<&str> = option_env!("KVPACK_BUILT_FROM");
 
@@ -16,7 +18,7 @@ pub fn run(driver: String, tolerance: Option<f64>) -> Run {
     Run {
         commit: COMMIT.map(str::to_owned),
         date: utc(now.as_secs()),
-        command: command(std::env::args()),
+        command: command(Invocation::current().words().map(|word| word.to_string_lossy().into_owned())),
         driver,
         guard_percent: tolerance.map(|tolerance| tolerance * 100.0),
     }

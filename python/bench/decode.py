@@ -1,4 +1,4 @@
-"""What decoding with kvpack costs on a card, beside DynamicCache and SDPA: ``python bench/decode.py --help``.
+"""What decoding costs on a card with kvpack, DynamicCache and QuantizedCache: ``python bench/decode.py --help``.
 
 Shapes are those of an 8B model: 32 layers, 32 query heads over 8 KV heads of 128 channels. Keys, values, queries and
 weights are random. Every figure is a median.
@@ -10,7 +10,7 @@ import time
 
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, QuantizedCache
 
 import kvpack
 import kvpack.hf
@@ -18,6 +18,9 @@ import kvpack.hf
 LAYERS, HEADS, KV_HEADS, CHANNELS = 32, 32, 8, 128
 DTYPE = torch.bfloat16
 PART = 1024
+QUANTIZED = ("hqq", "quanto")
+GRAPHS = "graphs:"
+SDPA = [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.CUDNN_ATTENTION]
 
 
 def rows(count, heads):
@@ -132,7 +135,6 @@ def attention_of(recipe, batch, tokens, steps):
 
 def dense_attention(batch, tokens, steps):
     """The same with DynamicCache and SDPA."""
-    before = free_bytes()
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
     past = DynamicCache()
@@ -141,35 +143,54 @@ def dense_attention(batch, tokens, steps):
         past.update(*of, layer)
     sets = [[torch.randn(batch, heads, 1, CHANNELS, device="cuda", dtype=DTYPE) for heads in
              (KV_HEADS, KV_HEADS, HEADS)] for _ in range(LAYERS)]
-    both, alone, least = [], [], free_bytes()
+    both = []
     for turn in range(steps + 3):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         held = []
         for layer, (k, v, q) in enumerate(sets):
-            keys, values = past.update(k, v, layer)
-            held.append((keys, values))
-            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+            held.append((q, *past.update(k, v, layer)))
+            torch.nn.functional.scaled_dot_product_attention(*held[-1], enable_gqa=True)
         events[1].record()
-        least = min(least, free_bytes())
-        inner = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        inner[0].record()
-        for (k, v, q), (keys, values) in zip(sets, held):
-            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-        inner[1].record()
         torch.cuda.synchronize()
         if turn >= 3:
             both.append(events[0].elapsed_time(events[1]))
-            alone.append(inner[0].elapsed_time(inner[1]))
     peak = torch.cuda.max_memory_allocated() - start
-    return [1e3 * statistics.median(of) / LAYERS for of in (both, alone)], peak, before - least
+    return 1e3 * statistics.median(both) / LAYERS, {of.name: sdpa_alone(of, held, steps) for of in SDPA}, peak
+
+
+def sdpa_alone(backend, held, steps):
+    """The attention of all layers in a graph, without the host and the copies of ``DynamicCache``; None if it fails."""
+    def layers():
+        for q, keys, values in held:
+            torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    times, graph = [], torch.cuda.CUDAGraph()
+    try:
+        with torch.nn.attention.sdpa_kernel(backend):
+            layers()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                layers()
+    except RuntimeError as failed:
+        print(f"{backend.name}: {str(failed)[:100]}", flush=True)
+        return None
+    for _ in range(steps + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 1e3 * statistics.median(times[3:]) / LAYERS
 
 
 def attention(batch, tokens, steps):
     try:
-        (both, alone), peak, _ = dense_attention(batch, tokens, steps)
-        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | {both:.1f} µs, SDPA alone {alone:.1f} µs | "
-              f"peak {peak / 2**30:.2f} GiB", flush=True)
+        both, alone, peak = dense_attention(batch, tokens, steps)
+        alone = ", ".join(f"{name} {us:.1f} µs" for name, us in alone.items() if us is not None)
+        print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | eager {both:.1f} µs; SDPA in a graph: "
+              f"{alone} | peak {peak / 2**30:.2f} GiB", flush=True)
     except torch.cuda.OutOfMemoryError:
         print(f"attention | {batch} × {tokens} | DynamicCache + SDPA bf16 | out of memory", flush=True)
     torch.cuda.empty_cache()
@@ -213,29 +234,48 @@ def packed_cache(model, recipe, batch, tokens):
     return past
 
 
-def end_to_end(model, batch, tokens, steps, recipe, argument):
+def dense_cache(past, batch, tokens):
+    """Fills a cache of transformers with random tokens."""
+    for layer in range(LAYERS):
+        of = [torch.randn(batch, KV_HEADS, tokens, CHANNELS, device="cuda", dtype=DTYPE) for _ in range(2)]
+        past.update(*of, layer)
+    return past
+
+
+def cache_of(model, kind, batch, tokens):
+    if kind == "DynamicCache":
+        return dense_cache(DynamicCache(), batch, tokens)
+    if kind in QUANTIZED:
+        return dense_cache(QuantizedCache(kind, model.config, nbits=4), batch, tokens)
+    return packed_cache(model, kind, batch, tokens)
+
+
+def end_to_end(model, batch, tokens, steps, kind, argument):
     """Decoded tokens in a second, with the model's other kernels."""
+    torch.cuda.empty_cache()
     before = free_bytes()
-    if recipe is None:
-        kvpack.hf.disable(model)
-        past = DynamicCache()
-        for layer in range(LAYERS):
-            of = [torch.randn(batch, KV_HEADS, tokens, CHANNELS, device="cuda", dtype=DTYPE) for _ in range(2)]
-            past.update(*of, layer)
-    else:
-        kvpack.hf.enable(model, recipe)
-        past = packed_cache(model, recipe, batch, tokens)
+    dense = kind == "DynamicCache" or kind in QUANTIZED
+    recipe = kind.removeprefix(GRAPHS)
+    kvpack.hf.disable(model) if dense else kvpack.hf.enable(model, recipe)
+    if recipe != kind:
+        kvpack.hf.use_graphs(model)
+    past = cache_of(model, recipe, batch, tokens)
+    torch.cuda.empty_cache()  # of what filled the cache
+    held = before - free_bytes()
     ids, times, least = torch.ones(batch, 1, dtype=torch.long, device="cuda"), [], free_bytes()
     with torch.no_grad():
         for _ in range(steps + 4):
             began = time.perf_counter()
             logits = model(ids, use_cache=True, **{argument: past}).logits
             ids = logits[:, -1:].argmax(-1)
-            least = min(least, free_bytes())
+            torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
+            least = min(least, free_bytes())
     seconds = statistics.median(times[4:])
-    print(f"model | {batch} × {tokens} | {recipe or 'DynamicCache + SDPA bf16'} | {batch / seconds:.1f} tokens/s | "
-          f"{1e3 * seconds:.2f} ms a step | cache and work {(before - least) / 2**30:.2f} GiB", flush=True)
+    name = {"DynamicCache": "DynamicCache + SDPA bf16", **{of: f"QuantizedCache {of} 4 bits" for of in QUANTIZED}}
+    print(f"model | {batch} × {tokens} | {name.get(kind, kind)} | {batch / seconds:.1f} tokens/s | "
+          f"{1e3 * seconds:.2f} ms a step | cache {held / 2**30:.2f} GiB, with the work of a step "
+          f"{(before - least) / 2**30:.2f} GiB", flush=True)
 
 
 def main():
@@ -243,6 +283,8 @@ def main():
     parser.add_argument("parts", nargs="*", default=["host", "attention", "model"])
     parser.add_argument("--sizes", default="1x8192,1x32768,8x32768,1x131072", help="batch x tokens, with commas")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--caches", default=f"DynamicCache,saw-int4,{GRAPHS}saw-int4",
+                        help=f"of the model; also {', '.join(QUANTIZED)}")
     parser.add_argument("--no-cudnn", action="store_true", help="let SDPA use no cuDNN kernels")
     given = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(not given.no_cudnn)
@@ -260,12 +302,12 @@ def main():
             names = inspect.signature(model.model.forward).parameters
             argument = "past_key_values" if "past_key_values" in names else "cache"
             for batch, tokens in sizes:
-                for recipe in (None, "saw-int4"):
+                for kind in given.caches.split(","):
+                    steps = 5 if kind in QUANTIZED else given.steps
                     try:
-                        end_to_end(model, batch, tokens, given.steps, recipe, argument)
-                    except (torch.cuda.OutOfMemoryError, kvpack.NoRoom) as full:
-                        name = recipe or "DynamicCache"
-                        print(f"model | {batch} × {tokens} | {name} | {str(full)[:100]}", flush=True)
+                        end_to_end(model, batch, tokens, steps, kind, argument)
+                    except Exception as failed:
+                        print(f"model | {batch} × {tokens} | {kind} | {str(failed)[:200]}", flush=True)
                     torch.cuda.empty_cache()
 
 

@@ -5,8 +5,9 @@
 Needs an NVIDIA GPU, PyTorch and a wheel with the feature cuda.
 """
 
-import kvpack
 import torch
+
+import kvpack
 
 LAYERS, HEADS, KV_HEADS, CHANNELS, BATCH = 4, 32, 8, 128, 3
 

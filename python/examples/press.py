@@ -6,8 +6,9 @@ The scores are the negated norms of keys, as of "A Simple and Effective L2 Norm-
 Any other scores ``[layers, kv_heads, tokens]`` will do, those of kvpress among them.
 """
 
-import kvpack
 import numpy as np
+
+import kvpack
 
 LAYERS, HEADS, KV_HEADS, CHANNELS, TOKENS = 2, 8, 2, 64, 600
 

@@ -7,8 +7,9 @@ Runs on the CPU with NumPy alone. Random rows stand for what a model computes.
 
 import collections
 
-import kvpack
 import numpy as np
+
+import kvpack
 
 LAYERS, HEADS, KV_HEADS, CHANNELS = 2, 8, 2, 64
 SLOTS, REQUESTS, SYSTEM, OUTPUT = 4, 8, 200, 60

@@ -1,13 +1,33 @@
 """Packed key-value caches for transformers, and attention to the packed form."""
 
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Sequence, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, final
 
 Tensor = Any
 """A tensor with ``__dlpack__``, ``__array_interface__`` or ``data_ptr``; float32, float16 or bfloat16."""
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Run = int | tuple[int, int] | tuple[int, int, Literal["prompt", "chunk"]]
+
+__all__ = [
+    "Cache",
+    "Error",
+    "NoRoom",
+    "Packed",
+    "Recipe",
+    "Step",
+    "Swapped",
+    "TensorError",
+    "__version__",
+    "attend",
+    "attend_states",
+    "dequantize",
+    "merge",
+    "quantize",
+    "recipes",
+    "select",
+]
 
 __version__: str
 
@@ -38,23 +58,27 @@ class Span(TypedDict):
     """NumPy, float32 ``[kv_heads, tokens, head_dim]``."""
     values: Any
 
+@final
 class Recipe:
-    def __init__(self, text: str) -> None: ...
+    def __new__(cls, text: str) -> Recipe: ...
     @property
     def evicts(self) -> bool: ...
 
+@final
 class Swapped:
     @property
     def bytes(self) -> int: ...
     def __len__(self) -> int: ...
 
+@final
 class Packed:
     def __len__(self) -> int: ...
     def memory(self) -> Memory: ...
 
+@final
 class Cache:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         *,
         layers: int,
         kv_heads: int,
@@ -69,7 +93,7 @@ class Cache:
         sinks: Sequence[Sequence[float] | None] | None = None,
         device: str = "cpu",
         stream: int = 0,
-    ) -> None: ...
+    ) -> Cache: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -87,12 +111,12 @@ class Cache:
     def clear(self, sequence: int) -> None: ...
     def swap_out(self, sequence: int) -> Swapped: ...
     def swap_in(self, sequence: int, swapped: Swapped) -> None: ...
-    def query_rows(self, tokens: int, images: Sequence[tuple[int, int]] = ()) -> list[int] | None: ...
+    def query_rows(self, tokens: int, images: Sequence[tuple[int, int]] = ...) -> list[int] | None: ...
     def compress(
         self,
         sequence: int,
         layers: Sequence[tuple[Tensor, Tensor, Tensor | None]],
-        images: Sequence[tuple[int, int]] = (),
+        images: Sequence[tuple[int, int]] = ...,
     ) -> list[list[list[int]]]: ...
     def keep(
         self, sequence: int, layers: Sequence[tuple[Tensor, Tensor]], kept: Sequence[Sequence[Sequence[int]]]
@@ -104,13 +128,14 @@ class Cache:
     def dequantize(self, layer: int, sequence: int) -> list[Span]: ...
     def memory(self) -> Memory: ...
 
+@final
 class Step:
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None: ...
-    def attend(self, layer: int, queries: T, out: Tensor | None = None) -> T: ...
+    def attend(self, layer: int, queries: _T, out: Tensor | None = None) -> _T: ...
     def store_attend(
-        self, layer: int, keys: Tensor, values: Tensor, queries: T, out: Tensor | None = None
-    ) -> T: ...
-    def attend_states(self, layer: int, queries: T) -> tuple[T, T]: ...
+        self, layer: int, keys: Tensor, values: Tensor, queries: _T, out: Tensor | None = None
+    ) -> _T: ...
+    def attend_states(self, layer: int, queries: _T) -> tuple[_T, _T]: ...
     @property
     def graph(self) -> int | None: ...
     @property
@@ -120,15 +145,15 @@ class Step:
     def abandon(self) -> None: ...
     def __enter__(self) -> Step: ...
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> bool: ...
 
 def recipes() -> list[str]: ...
 def quantize(keys: Tensor, values: Tensor, recipe: Recipe | str, query_heads: int | None = None) -> Packed: ...
 def dequantize(packed: Packed) -> tuple[Any, Any]: ...
 def attend(
-    packed: Packed, queries: T, visible: Literal["all", "causal"] = "all", out: Tensor | None = None
-) -> T: ...
-def attend_states(packed: Packed, queries: T, visible: Literal["all", "causal"] = "all") -> tuple[T, T]: ...
+    packed: Packed, queries: _T, visible: Literal["all", "causal"] = "all", out: Tensor | None = None
+) -> _T: ...
+def attend_states(packed: Packed, queries: _T, visible: Literal["all", "causal"] = "all") -> tuple[_T, _T]: ...
 def select(scores: Tensor, keep: int | float) -> list[list[list[int]]]: ...
-def merge(first: tuple[T, T], second: tuple[T, T]) -> tuple[T, T]: ...
+def merge(first: tuple[_T, _T], second: tuple[_T, _T]) -> tuple[_T, _T]: ...

@@ -4,10 +4,10 @@ import ctypes
 import importlib.util
 import pathlib
 
-_loaded = []
+_loaded: list[tuple[ctypes.CDLL, str]] = []
 
 
-def candidates():
+def candidates() -> list[pathlib.Path]:
     """Files of NVRTC in the packages ``nvidia-cuda-nvrtc`` and ``nvidia-cuda-nvrtc-cu12``, the newest first."""
     try:
         found = importlib.util.find_spec("nvidia")
@@ -18,7 +18,7 @@ def candidates():
     return sorted(files, key=lambda file: file.name, reverse=True)
 
 
-def load():
+def load() -> str | None:
     """Loads the first that can be: the loader then finds it by its name, before that of the system. Returns it."""
     for file in [] if _loaded else candidates():
         try:

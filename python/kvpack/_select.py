@@ -1,7 +1,5 @@
 """Tokens that scores choose."""
 
-import numpy
-
 from ._kvpack import TensorError
 
 
@@ -12,6 +10,8 @@ def select(scores, keep):
     first is chosen. ``keep`` is their number, or the share of the tokens if it lies between 0 and 1. Set scores to
     infinity where tokens have to stay: the first, the newest.
     """
+    import numpy  # takes as long to import as all of kvpack
+
     if hasattr(scores, "detach"):
         scores = scores.detach().float().cpu().numpy()
     scores = numpy.asarray(scores)

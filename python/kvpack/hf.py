@@ -3,6 +3,7 @@
 ``enable(model, recipe)`` makes ``model.generate`` keep its keys and values packed and attend to the packed form.
 """
 
+import itertools
 import types
 
 import torch
@@ -10,6 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 import kvpack
+
+from . import _graphs
 
 MODELS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The ``model_type`` of the models that ``enable`` takes."""
@@ -61,6 +64,24 @@ class _Held:
         self.step = None
         self.tokens = 0
         self.new = []
+        # Graphs of decoding steps, by the step's number and the shapes of the call: see ``_graphs``.
+        self.graphs, self.known, self.stale, self.key = {}, set(), set(), None
+        self.captured = False
+
+    def batch(self):
+        return len(self.slots)
+
+    def open(self, step):
+        """Layers work on this step, whose end is not theirs: they are captured."""
+        self.step, self.tokens, self.new, self.captured = step, 1, [1] * self.batch(), True
+
+    def close(self):
+        self.step, self.captured = None, False
+
+    def note(self, number, bound_anew):
+        """Graphs of this number are of no use after a step whose memory was bound again."""
+        if number is not None and bound_anew:
+            self.stale.add(number)
 
     def begin(self, plan, keys, query, mask, device=None):
         self.abandon()
@@ -76,10 +97,14 @@ class _Held:
         self.tokens, self.new = tokens, _new_tokens(mask, batch, tokens)
         runs = [slot if tokens == 1 else (slot, count) for slot, count in zip(self.slots, self.new) if count > 0]
         self.step = self.cache.begin(runs) if runs else None
+        if self.step is not None:
+            self.note(self.step.graph, self.step.bound_anew)
 
     def attend(self, layer, plan, keys, values, query, mask):
         """Stores and attends: queries ``[batch, heads, tokens, head_dim]``, outputs with the middle dimensions
         exchanged. The first layer opens a step, and the last commits it."""
+        if self.captured:
+            return self.of_layer(layer, keys, values, query)  # a graph: the step is open, and its calls end it
         if layer == 0:
             self.begin(plan, keys, query, mask)
         elif self.tokens != query.shape[2] or len(self.slots) != query.shape[0]:
@@ -215,8 +240,9 @@ class PackedCache(Cache):
     def __init__(self, recipe):
         _check_recipe(recipe)
         self.recipe = str(recipe)
-        self.held = _Held(self.recipe)
-        super().__init__(layer_class_to_replicate=lambda: PackedLayer(self.held, len(self.layers)))
+        self.held = held = _Held(self.recipe)
+        numbers = itertools.count()  # without a reference to the cache, so that it is freed at once
+        super().__init__(layer_class_to_replicate=lambda: PackedLayer(held, next(numbers)))
 
     def memory(self):
         """Bytes of all layers, as ``kvpack.Cache.memory``."""
@@ -256,8 +282,31 @@ def enable(model, recipe):
     return model
 
 
+def use_graphs(model):
+    """Lets a model that ``enable`` took replay its decoding from CUDA graphs: where each row of a batch has one new
+    token, its layers are launched at once. Returns the model.
+
+    A graph is captured for a cache in its second such step, and again where its memory grows: that takes longer than a
+    step. Models that cannot be captured, such as those that choose experts on the host, go on without graphs;
+    ``why_no_graphs`` says why. The forward pass of the decoder must depend on its arguments and weights alone.
+    """
+    if not hasattr(model, "_kvpack_attention"):
+        raise kvpack.Error("use_graphs: call kvpack.hf.enable(model, recipe) first")
+    if not hasattr(model, "_kvpack_graphs"):
+        model._kvpack_graphs = _graphs.Graphs(model.get_decoder(), _new_tokens)
+    return model
+
+
+def why_no_graphs(model):
+    """Why a model with ``use_graphs`` runs without them, if it cannot be captured; ``None`` if nothing failed."""
+    return _graphs.why(getattr(model, "_kvpack_graphs", None))
+
+
 def disable(model):
-    """Takes ``enable`` back. Returns the model."""
+    """Takes ``enable`` and ``use_graphs`` back. Returns the model."""
+    if hasattr(model, "_kvpack_graphs"):
+        model._kvpack_graphs.remove()
+        del model._kvpack_graphs
     if hasattr(model, "_kvpack_attention"):
         del model._prepare_cache_for_generation
         model.set_attn_implementation(model._kvpack_attention)

@@ -1,20 +1,21 @@
 //! A cache on one backend, behind a lock that is taken while the interpreter is free.
 
 use std::any::Any;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use kvpack::backend::TensorRows;
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, SwappedSequence, TokenRun};
-use kvpack::plan::{QueryRun, RowLayout, TokenRange};
+use kvpack::cpu::CpuTensor;
+use kvpack::plan::{ElementType, QueryRun, RowLayout, TokenRange};
 use kvpack::policy::{LayerSelection, Selection, Spans};
 use kvpack::{AttentionShape, Error, Result};
 use pollster::block_on;
 use pyo3::prelude::*;
 
 use crate::errors::{raised, wrong_tensor};
+use crate::forked::{is_forked, with_threads};
 use crate::host::{Host, LayerRows, Prepared};
 use crate::view::{View, new_like};
-use kvpack::plan::ElementType;
 
 /// The cache of a backend, and its open step.
 pub struct Shared<B: Host> {
@@ -115,13 +116,20 @@ impl<B: Host> Shared<B> {
         Self { host, shape, state: Mutex::new(state) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<B>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Result<MutexGuard<'_, State<B>>> {
+        match self.state.try_lock() {
+            Ok(state) => Ok(state),
+            Err(TryLockError::Poisoned(state)) => Ok(state.into_inner()),
+            Err(TryLockError::WouldBlock) if is_forked() => {
+                refuse("cache", "another thread worked on it when this process was forked; make a new one here")
+            }
+            Err(TryLockError::WouldBlock) => Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner)),
+        }
     }
 
     /// Calls what the library does on the host alone, while other threads of Python run.
     pub fn look<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut State<B>) -> Result<R> + Send) -> PyResult<R> {
-        py.detach(|| work(&mut self.lock())).map_err(raised)
+        py.detach(|| with_threads(|| work(&mut *self.lock()?))).map_err(raised)
     }
 
     /// Calls the library, in the order of the caller's current stream, while other threads of Python run.
@@ -135,13 +143,14 @@ impl<B: Host> Shared<B> {
         current: u64,
         work: impl FnOnce(&mut State<B>) -> PyResult<R> + Send,
     ) -> PyResult<R> {
-        py.detach(|| {
-            let mut state = self.lock();
-            self.host.enter(&mut state.host, current).map_err(raised)?;
+        let on_stream = || {
+            let mut state = self.lock()?;
+            self.host.enter(&mut state.host, current)?;
             let done = work(&mut state);
-            self.host.leave(&mut state.host).map_err(raised)?;
-            done
-        })
+            self.host.leave(&mut state.host)?;
+            Ok(done)
+        };
+        py.detach(|| with_threads(on_stream)).map_err(raised)?
     }
 
     /// The stream that the contents of tensors are ordered on: PyTorch's, or the backend's through DLPack.
@@ -202,13 +211,12 @@ impl<B: Host> Shared<B> {
 
     /// Launches a layer of a prepared step; false if the step is none, and the calls of the cache are to be made.
     fn launch(&self, py: Python<'_>, step: u64, layer: usize, rows: &LayerRows<'_>) -> PyResult<bool> {
-        let views = match rows {
-            LayerRows::Store { keys, values } => vec![*keys, *values],
-            LayerRows::Attend { queries, out } => vec![*queries, *out],
-            LayerRows::Both { keys, values, queries, out } => vec![*keys, *values, *queries, *out],
+        let current = match rows {
+            LayerRows::Store { keys, values } => self.stream_of(py, &[keys, values]),
+            LayerRows::Attend { queries, out } => self.stream_of(py, &[queries, out]),
+            LayerRows::Both { keys, values, queries, out } => self.stream_of(py, &[keys, values, queries, out]),
         };
-        let current = self.stream_of(py, &views);
-        py.detach(|| self.lock().launch(&self.host, step, current, layer, rows))
+        py.detach(|| self.lock().map_err(raised)?.launch(&self.host, step, current, layer, rows))
     }
 
     /// Keys or values `[tokens, kv_heads, head_dim]`.
@@ -229,7 +237,12 @@ impl<B: Host> Shared<B> {
         Ok([k, v])
     }
 
+    /// Keys and values, and how they lie: where they are, if both lie alike.
     fn take_pair(&self, [keys, values]: &[View; 2]) -> PyResult<(B::Tensor, B::Tensor, RowLayout)> {
+        if let Some(rows) = keys.rows().filter(|rows| B::READS_ROWS && values.rows().as_ref() == Some(rows)) {
+            let of = |what, view| self.host.take_rows(what, view, &rows, &self.shape);
+            return Ok((of("keys", keys)?, of("values", values)?, rows));
+        }
         let rows = RowLayout::token_major(keys.shape[0], &self.shape);
         Ok((self.host.take("keys", keys)?, self.host.take("values", values)?, rows))
     }
@@ -277,7 +290,7 @@ impl<B: Host> Shared<B> {
             return Ok(());
         }
         let q = self.host.take("queries", queries)?;
-        let mut output = self.host.output(out)?;
+        let mut output = self.host.output(out, queries)?;
         self.call_on(py, self.stream_of(py, &[queries, out]), |state| {
             state.check_step(step).map_err(raised)?;
             block_on(state.cache.attend_into(layer, &q, &mut output)).map_err(raised)
@@ -353,8 +366,8 @@ impl<B: Host> Shared<B> {
             let spans = state.cache.dequantize(layer, sequence)?;
             let positions = block_on(state.cache.positions(layer, sequence))?;
             let held = spans.into_iter().zip(positions).map(|(span, positions)| {
-                let keys = block_on(self.host.download(&span.keys))?;
-                let values = block_on(self.host.download(&span.values))?;
+                let keys = CpuTensor::F32(block_on(self.host.download(&span.keys))?);
+                let values = CpuTensor::F32(block_on(self.host.download(&span.values))?);
                 let positions = match positions {
                     kvpack::cache::SpanPositions::Run(run) => (run.start()..run.end()).collect(),
                     kvpack::cache::SpanPositions::PerHead(positions) => positions,
@@ -443,8 +456,8 @@ pub struct HeldSpan {
     pub format: String,
     pub tokens: usize,
     pub positions: Vec<usize>,
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
+    pub keys: CpuTensor,
+    pub values: CpuTensor,
 }
 
 fn kept(selection: &Selection) -> Vec<Vec<Vec<u32>>> {

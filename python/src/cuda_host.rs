@@ -58,7 +58,7 @@ fn driver(what: &'static str) -> impl Fn(DriverError) -> Error {
 
 /// Whether a graph captures a stream. The driver refuses the question for the default stream during a capture.
 fn is_capturing(stream: &CudaStream) -> bool {
-    stream.capture_status().map_or(true, |status| status != CU_STREAM_CAPTURE_STATUS_NONE)
+    stream.capture_status() != Ok(CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 /// The streams that a cache was called on, and the steps of its layers.
@@ -85,9 +85,6 @@ impl CudaState {
     }
 }
 
-/// Keeps a tensor of Python alive until the library has let go of it.
-struct Owner(#[expect(dead_code, reason = "dropping it is its use")] Py<PyAny>);
-
 /// The elements of a contiguous view.
 fn tensor(what: &str, view: &View, owner: Arc<dyn std::any::Any + Send + Sync>) -> PyResult<Tensor> {
     if !view.is_contiguous() {
@@ -102,6 +99,8 @@ fn tensor(what: &str, view: &View, owner: Arc<dyn std::any::Any + Send + Sync>) 
 impl Host for Cuda {
     type State = CudaState;
     type Prepared = StepLaunches;
+
+    const READS_ROWS: bool = false;
 
     fn place(&self) -> Place {
         Place::Cuda(self.stream().context().ordinal() as i32)
@@ -199,11 +198,14 @@ impl Host for Cuda {
 
     fn take(&self, what: &str, view: &View) -> PyResult<Tensor> {
         view.check_place(what, self.place())?;
-        let owner = Python::attach(|py| Arc::new(Owner(view.owner.clone_ref(py))));
-        tensor(what, view, owner)
+        tensor(what, view, view.kept())
     }
 
-    fn output(&self, view: &View) -> PyResult<Tensor> {
+    fn take_rows(&self, what: &str, view: &View, _: &RowLayout, _: &AttentionShape) -> PyResult<Tensor> {
+        self.take(what, view)
+    }
+
+    fn output(&self, view: &View, _: &View) -> PyResult<Tensor> {
         self.take("out", view)
     }
 

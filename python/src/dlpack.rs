@@ -9,10 +9,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::wrong_tensor;
-use crate::view::{Place, View, contiguous, wrong_type};
+use crate::view::{Dimensions, Place, View, contiguous, wrong_type};
 
+/// `DLTensor`.
 #[repr(C)]
-struct DlTensor {
+pub struct DlTensor {
     data: *mut c_void,
     device_type: i32,
     device_id: i32,
@@ -64,34 +65,60 @@ pub fn view(what: &str, tensor: &Bound<'_, PyAny>, stream: Option<u64>) -> PyRes
     .map_err(|error| wrong_tensor(what, format!("its __dlpack__ failed: {error}")))?;
     // SAFETY: the capsule lives until the end of the call, and is kept by the view.
     let (found, read_only) = unsafe { tensor_of(what, &capsule)? };
-    let element = match (found.code, found.bits, found.lanes) {
-        (FLOAT, 32, 1) => ElementType::F32,
-        (FLOAT, 16, 1) => ElementType::F16,
-        (BFLOAT, 16, 1) => ElementType::Bf16,
-        (code, bits, lanes) => {
-            return Err(wrong_type(what, &format!("of {bits} bits (DLPack's type {code}, {lanes} lanes)")));
-        }
+    // SAFETY: as above.
+    Ok(View { read_only, ..unsafe { found.view(what, &capsule) }? })
+}
+
+impl DlTensor {
+    /// A tensor without elements, for others to fill.
+    pub const EMPTY: Self = Self {
+        data: std::ptr::null_mut(),
+        device_type: 0,
+        device_id: 0,
+        dimensions: 0,
+        code: 0,
+        bits: 0,
+        lanes: 0,
+        shape: std::ptr::null(),
+        strides: std::ptr::null(),
+        byte_offset: 0,
     };
-    let place = match found.device_type {
-        CPU | CUDA_HOST => Place::Cpu,
-        CUDA => Place::Cuda(found.device_id),
-        other => return Err(wrong_tensor(what, format!("it lies on DLPack's device {other}; use the CPU or CUDA"))),
-    };
-    let dimensions = usize::try_from(found.dimensions).unwrap_or(0);
-    let list = |numbers: *const i64| {
-        // SAFETY: DLPack's shape and strides have one number for every dimension.
-        let numbers =
-            (dimensions > 0 && !numbers.is_null()).then(|| unsafe { std::slice::from_raw_parts(numbers, dimensions) });
-        numbers.unwrap_or_default().to_vec()
-    };
-    let shape: Vec<usize> = list(found.shape).into_iter().map(|n| usize::try_from(n).unwrap_or(0)).collect();
-    let strides = if found.strides.is_null() {
-        contiguous(&shape)
-    } else {
-        list(found.strides).into_iter().map(|n| n as isize).collect()
-    };
-    let address = (found.data as usize).wrapping_add(found.byte_offset as usize);
-    Ok(View { address, shape, strides, element, place, read_only, of_torch: false, owner: capsule.unbind() })
+
+    /// The tensor as its owner holds it.
+    ///
+    /// # Safety
+    /// The pointers are those of a living tensor.
+    pub unsafe fn view(&self, what: &str, owner: &Bound<'_, PyAny>) -> PyResult<View> {
+        let element = match (self.code, self.bits, self.lanes) {
+            (FLOAT, 32, 1) => ElementType::F32,
+            (FLOAT, 16, 1) => ElementType::F16,
+            (BFLOAT, 16, 1) => ElementType::Bf16,
+            (code, bits, lanes) => {
+                return Err(wrong_type(what, &format!("of {bits} bits (DLPack's type {code}, {lanes} lanes)")));
+            }
+        };
+        let place = match self.device_type {
+            CPU | CUDA_HOST => Place::Cpu,
+            CUDA => Place::Cuda(self.device_id),
+            other => {
+                return Err(wrong_tensor(what, format!("it lies on DLPack's device {other}; use the CPU or CUDA")));
+            }
+        };
+        let dimensions = usize::try_from(self.dimensions).unwrap_or(0);
+        let list = |numbers: *const i64| match dimensions > 0 && !numbers.is_null() {
+            // SAFETY: DLPack's shape and strides have one number for every dimension.
+            true => unsafe { std::slice::from_raw_parts(numbers, dimensions) },
+            false => &[],
+        };
+        let shape: Dimensions<usize> = list(self.shape).iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
+        let strides = match self.strides.is_null() {
+            true => contiguous(&shape),
+            false => list(self.strides).iter().map(|&n| n as isize).collect(),
+        };
+        let address = (self.data as usize).wrapping_add(self.byte_offset as usize);
+        let owner = owner.clone().unbind();
+        Ok(View { address, shape, strides, element, place, read_only: false, of_torch: false, owner })
+    }
 }
 
 /// The tensor in a capsule.

@@ -9,10 +9,12 @@ use pollster::block_on;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::dicts::memory_dict;
 use crate::errors::{raised, wrong_tensor};
+use crate::forked::with_threads;
 use crate::host::Host;
 use crate::new_array;
-use crate::python_cache::{memory_dict, recipe_of};
+use crate::recipe::recipe_of;
 use crate::view::{Place, View, new_like};
 
 /// Packed keys and values of one layer, from ``quantize``.
@@ -34,7 +36,7 @@ impl Packed {
     }
 }
 
-/// A tensor on the host with this many dimensions, copied.
+/// A tensor on the host with this many dimensions.
 fn taken(what: &str, tensor: &Bound<'_, PyAny>, dimensions: usize) -> PyResult<(CpuTensor, View)> {
     let view = View::of(what, tensor, None)?;
     view.check_place(what, Place::Cpu)?;
@@ -61,24 +63,24 @@ pub fn quantize(
         return Err(wrong_tensor("values", reason));
     }
     let (tokens, kv_heads, head_dim) = (view.shape[0], view.shape[1], view.shape[2]);
-    let packed = keys.py().detach(|| {
+    let pack = || {
         let shape = AttentionShape::new(query_heads.unwrap_or(kv_heads), kv_heads, head_dim)?;
         let mut cache = KvCache::new(Cpu::new(), shape, 1, recipe.layer(0, &shape))?;
         let spans = [PromptSpan::packed(TokenRange::new(0, tokens)?)];
         block_on(cache.prefill(0, RowLayout::token_major(tokens, &shape), &k, &v, &spans))?;
         Ok(Packed { cache, tokens })
-    });
-    packed.map_err(raised)
+    };
+    keys.py().detach(|| with_threads(pack)).map_err(raised)
 }
 
 /// Keys and values ``[kv_heads, tokens, head_dim]`` of what was packed, float32.
 #[pyfunction]
 pub fn dequantize<'py>(py: Python<'py>, packed: &Packed) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
     let shape = *packed.cache.shape();
-    let spans = py.detach(|| packed.cache.dequantize(0)).map_err(raised)?;
+    let spans = py.detach(|| with_threads(|| packed.cache.dequantize(0))).map_err(raised)?;
     let Some(span) = spans.first() else { return Err(crate::errors::Error::new_err("nothing is packed")) };
     let of = [shape.kv_heads(), span.tokens, shape.head_dim()];
-    Ok((new_array(py, &span.keys.to_f32(), &of)?, new_array(py, &span.values.to_f32(), &of)?))
+    Ok((new_array(py, &span.keys, &of)?, new_array(py, &span.values, &of)?))
 }
 
 /// The run of all rows of queries.
@@ -114,8 +116,10 @@ pub fn attend<'py>(
     let (q, view) = queries_of(packed, queries)?;
     let runs = [run_of(view.shape[0], visible)?];
     let (out, to) = view.output(queries, out, None)?;
-    let result = queries.py().detach(|| block_on(packed.cache.attend_runs(&runs, &q, to.element)));
-    Cpu::new().give(&result.map_err(raised)?, &to)?;
+    let mut output = Cpu::new().output(&to, &view)?;
+    let attend = || block_on(packed.cache.attend_into(&runs, &q, &mut output));
+    queries.py().detach(|| with_threads(attend)).map_err(raised)?;
+    Cpu::new().give(&output, &to)?;
     Ok(out)
 }
 
@@ -130,7 +134,8 @@ pub fn attend_states<'py>(
 ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
     let (q, view) = queries_of(packed, queries)?;
     let runs = [run_of(view.shape[0], visible)?];
-    let states = queries.py().detach(|| block_on(packed.cache.attend_states(&runs, &q))).map_err(raised)?;
+    let attend = || block_on(packed.cache.attend_states(&runs, &q));
+    let states = queries.py().detach(|| with_threads(attend)).map_err(raised)?;
     given(queries, &states, &view.shape)
 }
 
@@ -158,16 +163,16 @@ pub fn merge<'py>(first: States<'py>, second: States<'py>) -> PyResult<States<'p
             let reason = format!("outputs of shape {:?} have log-sum-exps of shape {:?}", view.shape, of_lse.shape);
             return Err(wrong_tensor(what, reason));
         }
-        let f32s = |tensor: CpuTensor| CpuTensor::F32(tensor.to_f32());
-        Ok((AttentionStates { outputs: f32s(o), lse: f32s(l) }, view.shape))
+        Ok((AttentionStates { outputs: o, lse: l }, view.shape))
     };
     let ((a, shape), (b, other)) = (states("first states", &first)?, states("second states", &second)?);
     if shape != other {
         return Err(wrong_tensor("second states", format!("their shape is {other:?}; that of the first is {shape:?}")));
     }
-    let merged = first.0.py().detach(|| {
+    let merge = || {
         let heads = AttentionShape::new(shape[1], shape[1], shape[2])?;
         block_on(Cpu::new().merge(&heads, &a, &b))
-    });
-    given(&first.0, &merged.map_err(raised)?, &shape)
+    };
+    let merged = first.0.py().detach(|| with_threads(merge)).map_err(raised)?;
+    given(&first.0, &merged, &shape)
 }

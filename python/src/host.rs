@@ -3,14 +3,14 @@
 use std::convert::Infallible;
 
 use half::{bf16, f16};
-use kvpack::Result;
 use kvpack::backend::Backend;
 use kvpack::cache::ModelCache;
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{ElementType, Elements};
+use kvpack::plan::{ElementType, Elements, RowLayout};
+use kvpack::{AttentionShape, Result};
 use pyo3::prelude::*;
 
-use crate::errors::wrong_tensor;
+use crate::errors::{raised, wrong_tensor};
 use crate::view::{Place, View};
 
 /// A step whose tables are on the device: its layers are launched without an upload or an allocation.
@@ -91,10 +91,16 @@ pub trait Host:
     /// A tensor of the caller with its elements one after the other.
     fn take(&self, what: &str, view: &View) -> PyResult<Self::Tensor>;
 
-    /// A tensor that a result is written to. The caller checked it.
-    fn output(&self, view: &View) -> PyResult<Self::Tensor>;
+    /// Whether it reads keys and values that are not contiguous.
+    const READS_ROWS: bool;
 
-    /// Finishes an output: the CPU copies it to the caller's memory.
+    /// Rows `[tokens, kv_heads, head_dim]` of the caller where they lie, in this layout.
+    fn take_rows(&self, what: &str, view: &View, rows: &RowLayout, shape: &AttentionShape) -> PyResult<Self::Tensor>;
+
+    /// A tensor that a result of this input is written to. The caller checked it.
+    fn output(&self, view: &View, input: &View) -> PyResult<Self::Tensor>;
+
+    /// Finishes an output. On the CPU one that overlaps its input is written only now.
     fn give(&self, output: &Self::Tensor, view: &View) -> PyResult<()>;
 
     /// Copies a result to a new tensor of the caller's library.
@@ -104,6 +110,8 @@ pub trait Host:
 impl Host for Cpu {
     type State = ();
     type Prepared = Infallible;
+
+    const READS_ROWS: bool = true;
 
     fn state(&self) {}
 
@@ -139,9 +147,12 @@ impl Host for Cpu {
         None
     }
 
-    /// Copies while the interpreter is held: what other threads do with the memory later changes nothing.
+    /// Contiguous tensors are read where they lie. Others are copied while the interpreter is held.
     fn take(&self, what: &str, view: &View) -> PyResult<CpuTensor> {
         view.check_place(what, Place::Cpu)?;
+        if view.is_contiguous() && view.elements() > 0 {
+            return in_place(view.elements(), view);
+        }
         Ok(match view.element {
             ElementType::F32 => CpuTensor::F32(copied(what, view)?),
             ElementType::F16 => CpuTensor::F16(copied::<f16>(what, view)?),
@@ -149,20 +160,24 @@ impl Host for Cpu {
         })
     }
 
-    fn output(&self, view: &View) -> PyResult<CpuTensor> {
-        let elements = view.elements();
-        Ok(match view.element {
-            ElementType::F32 => CpuTensor::F32(vec![0.0; elements]),
-            ElementType::F16 => CpuTensor::F16(vec![f16::ZERO; elements]),
-            ElementType::Bf16 => CpuTensor::Bf16(vec![bf16::ZERO; elements]),
-        })
+    fn take_rows(&self, what: &str, view: &View, rows: &RowLayout, shape: &AttentionShape) -> PyResult<CpuTensor> {
+        view.check_place(what, Place::Cpu)?;
+        in_place(rows.elements_needed(shape), view)
+    }
+
+    fn output(&self, view: &View, input: &View) -> PyResult<CpuTensor> {
+        if view.elements() > 0 && !view.overlaps(input) {
+            return in_place(view.elements(), view);
+        }
+        Ok(CpuTensor::from_f32(vec![0.0; view.elements()], view.element))
     }
 
     fn give(&self, output: &CpuTensor, view: &View) -> PyResult<()> {
-        match (output.elements(), view.element) {
-            (Elements::F32(x), ElementType::F32) => written(x, view),
-            (Elements::F16(x), ElementType::F16) => written(x, view),
-            (Elements::Bf16(x), ElementType::Bf16) => written(x, view),
+        match (output, output.elements(), view.element) {
+            (CpuTensor::Foreign(_), ..) => Ok(()),
+            (_, Elements::F32(x), ElementType::F32) => written(x, view),
+            (_, Elements::F16(x), ElementType::F16) => written(x, view),
+            (_, Elements::Bf16(x), ElementType::Bf16) => written(x, view),
             _ => Err(wrong_tensor("out", "it has another element type than the result")),
         }
     }
@@ -170,6 +185,13 @@ impl Host for Cpu {
     fn copy(&self, result: &CpuTensor, view: &View) -> PyResult<()> {
         self.give(result, view)
     }
+}
+
+/// Elements of the caller, where they lie.
+fn in_place(elements: usize, view: &View) -> PyResult<CpuTensor> {
+    // SAFETY: the owner keeps so many elements. Callers are told not to write the tensors of a call while it runs; NumPy
+    // and PyTorch compute without the interpreter's lock under the same condition. Outputs overlap no input.
+    unsafe { CpuTensor::from_address(view.kept(), view.address, elements, view.element) }.map_err(raised)
 }
 
 /// The elements of a tensor on the host, in the order of its dimensions. A tensor of strides of 0 may have more of them
@@ -185,7 +207,8 @@ fn copied<T: Copy>(what: &str, view: &View) -> PyResult<Vec<T>> {
     Ok(all)
 }
 
-fn written<T: Copy>(from: &[T], view: &View) -> PyResult<()> {
+/// Writes a result to a new tensor of the caller, or to one that overlaps an input.
+pub fn written<T: Copy>(from: &[T], view: &View) -> PyResult<()> {
     if from.len() != view.elements() {
         return Err(wrong_tensor("out", format!("it has {} elements; the result has {}", view.elements(), from.len())));
     }

@@ -1,10 +1,14 @@
 //! Tensors of the caller: where their elements lie, found through `__array_interface__`, `__dlpack__` or `data_ptr`.
 
-use kvpack::plan::ElementType;
+use std::any::Any;
+use std::sync::Arc;
+
+use kvpack::plan::{ElementType, RowLayout};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use smallvec::{SmallVec, smallvec};
 
 use crate::dlpack;
 use crate::errors::wrong_tensor;
@@ -19,21 +23,26 @@ pub enum Place {
     Cuda(i32),
 }
 
+/// A number for every dimension. Tensors of a call have three: they need no allocation.
+pub type Dimensions<T> = SmallVec<[T; 4]>;
+
 /// A tensor of the caller. It is valid as long as its owner lives.
 pub struct View {
     pub address: usize,
-    pub shape: Vec<usize>,
+    pub shape: Dimensions<usize>,
     /// In elements.
-    pub strides: Vec<isize>,
+    pub strides: Dimensions<isize>,
     pub element: ElementType,
     pub place: Place,
     pub read_only: bool,
     /// Whether it is a tensor of PyTorch, whose current stream its contents are ordered on.
     pub of_torch: bool,
     /// Keeps the memory.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU copies at once"))]
     pub owner: Py<PyAny>,
 }
+
+/// Keeps a tensor of Python alive until the library has let go of it.
+struct Owner(#[expect(dead_code, reason = "dropping it is its use")] Py<PyAny>);
 
 impl View {
     /// Looks at a tensor. `what` names it in errors.
@@ -61,7 +70,7 @@ impl View {
     fn of_array(what: &str, array: &Bound<'_, PyAny>) -> PyResult<Self> {
         let interface = array.getattr("__array_interface__")?;
         let (address, read_only): (usize, bool) = interface.get_item("data")?.extract()?;
-        let shape: Vec<usize> = interface.get_item("shape")?.extract()?;
+        let shape: Dimensions<usize> = interface.get_item("shape")?.extract::<Vec<usize>>()?.into();
         let kind: String = interface.get_item("typestr")?.extract()?;
         let named: String =
             array.getattr("dtype").and_then(|dtype| dtype.getattr("name")?.extract()).unwrap_or_default();
@@ -83,8 +92,8 @@ impl View {
     /// A tensor like PyTorch's: `data_ptr()`, `shape`, `stride()`, `dtype`, `device`.
     fn of_pointer(what: &str, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         let address: usize = tensor.call_method0("data_ptr")?.extract()?;
-        let shape: Vec<usize> = tensor.getattr("shape")?.extract()?;
-        let strides: Vec<isize> = tensor.call_method0("stride")?.extract()?;
+        let shape = tensor.getattr("shape")?.extract::<Vec<usize>>()?.into();
+        let strides = tensor.call_method0("stride")?.extract::<Vec<isize>>()?.into();
         let named = tensor.getattr("dtype")?.str()?.to_string();
         let element = match named.rsplit('.').next().unwrap_or_default() {
             "float32" => ElementType::F32,
@@ -148,9 +157,38 @@ impl View {
 
     /// Whether elements lie one after the other in the order of the dimensions.
     pub fn is_contiguous(&self) -> bool {
-        let wanted = contiguous(&self.shape);
-        let same = |((&n, &have), &want): ((&usize, &isize), &isize)| n <= 1 || have == want;
-        self.elements() == 0 || self.shape.iter().zip(&self.strides).zip(&wanted).all(same)
+        let mut wanted = 1isize;
+        let mut dimensions = self.shape.iter().zip(&self.strides).rev();
+        let same = |(&n, &have): (&usize, &isize)| {
+            let right = n <= 1 || have == wanted;
+            wanted = wanted.saturating_mul(n as isize);
+            right
+        };
+        self.elements() == 0 || dimensions.all(same)
+    }
+
+    /// What keeps the memory.
+    pub fn kept(&self) -> Arc<dyn Any + Send + Sync> {
+        Arc::new(Owner(Python::attach(|py| self.owner.clone_ref(py))))
+    }
+
+    /// The layout of rows `[tokens, kv_heads, head_dim]`, if it is one that the library reads: the channels of a row lie
+    /// together, and no rows overlap.
+    pub fn rows(&self) -> Option<RowLayout> {
+        let (&[tokens, heads, channels], &[of_token, of_head, 1]) = (&self.shape[..], &self.strides[..]) else {
+            return None;
+        };
+        let (token_stride, head_stride) = (usize::try_from(of_token).ok()?, usize::try_from(of_head).ok()?);
+        let apart = |count: usize, stride: usize| count <= 1 || stride >= channels;
+        let readable = self.elements() > 0 && apart(tokens, token_stride) && apart(heads, head_stride);
+        readable.then_some(RowLayout { tokens, token_stride, head_stride })
+    }
+
+    /// Whether memory of a contiguous tensor may be memory of another.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let bytes = |view: &Self| view.elements().saturating_mul(view.element.bytes());
+        let behind = |view: &Self| view.address.saturating_add(bytes(view));
+        !other.is_contiguous() || (self.address < behind(other) && other.address < behind(self))
     }
 
     /// The output of these queries: the caller's tensor, or a new one like them. It has their shape and device, is
@@ -161,7 +199,11 @@ impl View {
         out: Option<Bound<'py, PyAny>>,
         stream: Option<u64>,
     ) -> PyResult<(Bound<'py, PyAny>, Self)> {
-        let out = out.map_or_else(|| new_like(queries, &self.shape, self.element), Ok)?;
+        let out = match out {
+            Some(out) => out,
+            None if self.of_torch && self.is_contiguous() => Torch::empty_like(queries)?,
+            None => new_like(queries, &self.shape, self.element)?,
+        };
         let to = Self::of("out", &out, stream)?;
         to.check_place("out", self.place)?;
         if to.read_only {
@@ -212,15 +254,15 @@ impl View {
 }
 
 /// Strides of a tensor whose elements lie one after the other.
-pub fn contiguous(shape: &[usize]) -> Vec<isize> {
-    let mut strides = vec![1isize; shape.len()];
+pub fn contiguous(shape: &[usize]) -> Dimensions<isize> {
+    let mut strides: Dimensions<isize> = smallvec![1; shape.len()];
     for dimension in (1..shape.len()).rev() {
         strides[dimension - 1] = strides[dimension].saturating_mul(shape[dimension].max(1) as isize);
     }
     strides
 }
 
-fn in_elements(what: &str, bytes: &[isize], element: ElementType) -> PyResult<Vec<isize>> {
+fn in_elements(what: &str, bytes: &[isize], element: ElementType) -> PyResult<Dimensions<isize>> {
     let size = element.bytes() as isize;
     if bytes.iter().any(|stride| stride % size != 0) {
         return Err(wrong_tensor(

@@ -6,11 +6,11 @@ import os
 import threading
 import time
 
-import kvpack
 import numpy as np
 import pytest
-
 from reference import attention, error, held
+
+import kvpack
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

@@ -9,10 +9,10 @@ transformers = pytest.importorskip("transformers")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from test_hf import CACHE, FAMILIES, SMALL, distance, generated  # noqa: E402
+
 import kvpack  # noqa: E402
 import kvpack.hf  # noqa: E402
-
-from test_hf import CACHE, FAMILIES, SMALL, distance, generated  # noqa: E402
 
 HALF = [torch.float16, torch.bfloat16]
 TESTED = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss")

@@ -3,10 +3,11 @@
 import json
 import pathlib
 
-import kvpack
 import numpy as np
 import pytest
 from reference import attention, error
+
+import kvpack
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden"
 

@@ -5,6 +5,7 @@ With ``KVPACK_TEST_DEVICE=cuda`` they run on a card.
 
 import inspect
 import os
+import weakref
 
 import pytest
 
@@ -97,6 +98,14 @@ def test_greedy_tokens_are_those_of_the_model(model, rows, tokens):
     assert torch.equal(torch.stack(again.logits), torch.stack(wanted.logits))
 
 
+def test_a_cache_is_freed_at_once(model):
+    ids, mask = prompts(2, 20)
+    given = generated(kvpack.hf.enable(model, "f16"), ids, mask, max_new_tokens=3)
+    gone = weakref.ref(getattr(given, CACHE).held)
+    del given
+    assert gone() is None
+
+
 def test_beams_are_those_of_the_model(model):
     ids, mask = prompts(2, 20)
     wanted = generated(model, ids, mask, max_new_tokens=16, num_beams=3)
@@ -145,11 +154,68 @@ def test_a_forward_pass_that_fails_leaves_the_cache_as_it_was(model):
     assert cache.get_seq_length() == 40 and distance(again, wanted) < 5e-3
 
 
+class OnTheHost(kvpack.hf._graphs.Graphs):
+    """Graphs that run their layers again, for tests without a card."""
+
+    replays = 0
+
+    def fits(self, tensor):
+        return True
+
+    def number(self, step):
+        return 1
+
+    def anew(self, step):
+        return self.replays == 5
+
+    def capture(self, layers):
+        def replay():
+            self.replays += 1
+            layers()
+
+        return type("Graph", (), {"replay": staticmethod(replay)})
+
+    def finish(self, step):
+        pass
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_graphs_generate_the_same(model, rows, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kvpack.hf._graphs, "Graphs", OnTheHost)
+    ids, mask = prompts(rows, 40)
+    kvpack.hf.enable(model, "f16")
+    wanted = generated(model, ids, mask, max_new_tokens=30)
+    kvpack.hf.use_graphs(model)
+    given = generated(model, ids, mask, max_new_tokens=30)
+    graphs, held = model._kvpack_graphs, getattr(given, CACHE).held
+    assert torch.equal(given.sequences, wanted.sequences)
+    for mine, theirs in zip(given.logits, wanted.logits):
+        assert distance(mine, theirs) < 1e-4
+    assert getattr(given, CACHE).get_seq_length() == 69 and held.cache.length(0) == 69
+    if graphs.refused is None:
+        assert len(held.graphs) > 0
+        assert DEVICE != "cpu" or graphs.replays == 28  # 29 steps; the first of them goes without
+    else:
+        print(f"without graphs: {graphs.refused}")
+        assert model.config.model_type == "gpt_oss"  # it chooses experts on the host
+    if DEVICE != "cpu":  # the replays of a test hold more
+        gone = weakref.ref(held)
+        del given, held
+        assert gone() is None, "something keeps the cache besides the caller"
+    again = generated(kvpack.hf.disable(model), ids, mask, max_new_tokens=3)
+    assert len(again.logits) == 3
+
+
 def test_what_is_refused(model):
     for recipe in ("h2o:0.2/f16", "kivy:2"):
         with pytest.raises(kvpack.Error):
             kvpack.hf.enable(model, recipe)
+    with pytest.raises(kvpack.Error, match="call kvpack.hf.enable"):
+        kvpack.hf.use_graphs(model)
     kvpack.hf.enable(model, "f16")
+    with pytest.raises(kvpack.Error, match="uses no graphs"):
+        kvpack.hf.why_no_graphs(model)
     ids, mask = prompts(2, 10)
     with pytest.raises(kvpack.Error, match="needs a packed cache"):
         model(ids, attention_mask=mask)

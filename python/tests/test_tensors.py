@@ -1,8 +1,12 @@
 """Tensors that calls take, and those that they refuse."""
 
-import kvpack
+import pathlib
+import re
+
 import numpy as np
 import pytest
+
+import kvpack
 
 SHAPE = dict(layers=1, kv_heads=2, query_heads=4, head_dim=64, recipe="f16")
 
@@ -55,6 +59,51 @@ def test_libraries_agree(dtype):
     for given in (keys, read_only, strided, wide, backwards, OnlyDlpack(keys), OnlyDlpack(keys, False),
                   OnlyDlpack(wide), Pointer(keys, named), Pointer(wide, named)):
         np.testing.assert_array_equal(stored(given), wanted)
+
+
+def peak_bytes():
+    """The most memory that this process has had since the last call."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status).group(1))
+
+
+def peak_of(call):
+    """Bytes that a call needs at most at a time."""
+    peak_bytes()
+    before = peak_bytes()
+    call()
+    return peak_bytes() - before
+
+
+needs_peaks = pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(),
+                                 reason="NOT RUN: Linux alone tells the peak")
+
+
+@needs_peaks
+@pytest.mark.parametrize("layout", ["contiguous", "heads first", "every other token"])
+def test_keys_are_read_where_they_lie(layout):
+    tokens = 1 << 15
+    whole = np.ones((2 * tokens, 2, 64), np.float32)
+    heads_first = whole.reshape(2, 2 * tokens, 64)[:, :tokens].transpose(1, 0, 2)
+    keys = {"contiguous": whole[:tokens], "heads first": heads_first,
+            "every other token": whole[::2]}[layout]
+    cache = kvpack.Cache(**{**SHAPE, "recipe": "saw-int4"})
+    cache.reserve([(0, tokens, "chunk")])
+    with cache.begin([(0, tokens, "chunk")]) as step:
+        assert peak_of(lambda: step.store(0, keys, keys)) < keys.nbytes / 2
+
+
+def test_an_output_may_be_its_input():
+    packed = kvpack.quantize(rows(), rows(), "f16", query_heads=4)
+    queries = rows(heads=4)
+    wanted = kvpack.attend(packed, queries)
+    longer = np.concatenate([queries, queries])
+    for out in (queries, longer[1:4]):
+        given = out.copy()
+        assert kvpack.attend(packed, out, out=out) is out
+        np.testing.assert_array_equal(out, kvpack.attend(packed, given))
+    np.testing.assert_array_equal(queries, wanted)
 
 
 def unaligned():

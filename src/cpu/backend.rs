@@ -285,8 +285,8 @@ impl Attention for Cpu {
         options: AttendOptions,
     ) -> Result<()> {
         plan.check_elements("output", output.elements().len())?;
-        let options = AttendOptions { output: output.elements().element_type(), ..options };
-        *output = self.attend(plan, stores, queries, options).await?;
+        let states = attend_plan(plan, stores, queries.elements(), options.split)?;
+        output.elements_mut().write_f32(0, &states.into_outputs());
         Ok(())
     }
 

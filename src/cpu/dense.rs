@@ -1,17 +1,19 @@
 //! Dense tensors in host memory.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::foreign::{ElementsMut, ForeignTensor};
 use crate::backend::NonFinite;
 use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{ElementType, Elements, IndexShape, Page, QueryLayout, RowLayout, TokenIndices};
 use crate::{Error, Result};
 
 /// A dense tensor in host memory.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub enum CpuTensor {
     /// 32-bit floats.
     F32(Vec<f32>),
@@ -19,9 +21,61 @@ pub enum CpuTensor {
     F16(Vec<f16>),
     /// Brain floats.
     Bf16(Vec<bf16>),
+    /// Elements in memory of the caller: see [`CpuTensor::from_address`]. A clone has memory of its own.
+    Foreign(ForeignTensor),
+}
+
+impl Clone for CpuTensor {
+    fn clone(&self) -> Self {
+        Self::new(self.elements())
+    }
+}
+
+impl PartialEq for CpuTensor {
+    fn eq(&self, other: &Self) -> bool {
+        match (self.elements(), other.elements()) {
+            (Elements::F32(a), Elements::F32(b)) => a == b,
+            (Elements::F16(a), Elements::F16(b)) => a == b,
+            (Elements::Bf16(a), Elements::Bf16(b)) => a == b,
+            _ => false,
+        }
+    }
 }
 
 impl CpuTensor {
+    /// A tensor of memory that an engine allocated, without a copy. An output is written in place.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use kvpack::cpu::CpuTensor;
+    /// use kvpack::plan::{ElementType, Elements};
+    ///
+    /// let projected: Arc<[f32]> = vec![0.5; 2 * 64].into();
+    /// let address = projected.as_ptr().expose_provenance();
+    /// // SAFETY: the owner keeps the elements, and nothing writes them.
+    /// let keys = unsafe { CpuTensor::from_address(Arc::new(projected), address, 2 * 64, ElementType::F32) }?;
+    /// assert!(matches!(keys.elements(), Elements::F32(x) if x.as_ptr().addr() == address));
+    /// # Ok::<(), kvpack::Error>(())
+    /// ```
+    ///
+    /// # Safety
+    /// The memory at `address` holds `elements` elements, whose provenance was exposed or is not Rust's, as long as
+    /// `owner` lives. While the tensor is an input, nothing writes them; while it is an output, nothing else uses them.
+    ///
+    /// # Errors
+    /// [`Error::Buffer`] when the address is 0 or not a multiple of the element size, or the elements pass the end of
+    /// the address space.
+    pub unsafe fn from_address(
+        owner: Arc<dyn Any + Send + Sync>,
+        address: usize,
+        elements: usize,
+        element_type: ElementType,
+    ) -> Result<Self> {
+        // SAFETY: the caller promises what it asks for.
+        Ok(Self::Foreign(unsafe { ForeignTensor::new(owner, address, elements, element_type) }?))
+    }
+
     /// Copies elements of the caller.
     pub fn new(elements: Elements<'_>) -> Self {
         match elements {
@@ -46,6 +100,17 @@ impl CpuTensor {
             Self::F32(x) => Elements::F32(x),
             Self::F16(x) => Elements::F16(x),
             Self::Bf16(x) => Elements::Bf16(x),
+            Self::Foreign(x) => x.elements(),
+        }
+    }
+
+    /// The elements, to write.
+    pub fn elements_mut(&mut self) -> ElementsMut<'_> {
+        match self {
+            Self::F32(x) => ElementsMut::F32(x),
+            Self::F16(x) => ElementsMut::F16(x),
+            Self::Bf16(x) => ElementsMut::Bf16(x),
+            Self::Foreign(x) => x.elements_mut(),
         }
     }
 
@@ -57,10 +122,10 @@ impl CpuTensor {
         at.check("rows to take", self.elements().len(), rows, shape)?;
         let elements = shape.query_heads() * shape.head_dim();
         let places = || (0..rows).map(|row| at.row(row)..at.row(row) + elements);
-        Ok(match self {
-            Self::F32(x) => Self::F32(places().flat_map(|place| &x[place]).copied().collect()),
-            Self::F16(x) => Self::F16(places().flat_map(|place| &x[place]).copied().collect()),
-            Self::Bf16(x) => Self::Bf16(places().flat_map(|place| &x[place]).copied().collect()),
+        Ok(match self.elements() {
+            Elements::F32(x) => Self::F32(places().flat_map(|place| &x[place]).copied().collect()),
+            Elements::F16(x) => Self::F16(places().flat_map(|place| &x[place]).copied().collect()),
+            Elements::Bf16(x) => Self::Bf16(places().flat_map(|place| &x[place]).copied().collect()),
         })
     }
 
@@ -74,23 +139,19 @@ impl CpuTensor {
         let rows = dense.elements().len() / elements;
         QueryLayout::dense(shape).check("rows to put", dense.elements().len(), rows, shape)?;
         at.check("a tensor for rows", self.elements().len(), rows, shape)?;
+        let mut to = self.elements_mut();
         for (row, x) in dense.to_f32().chunks_exact(elements).enumerate() {
-            let place = at.row(row)..at.row(row) + elements;
-            match self {
-                Self::F32(to) => to[place].copy_from_slice(x),
-                Self::F16(to) => to[place].convert_from_f32_slice(x),
-                Self::Bf16(to) => to[place].convert_from_f32_slice(x),
-            }
+            to.write_f32(at.row(row), x);
         }
         Ok(())
     }
 
     /// The elements as f32.
     pub fn to_f32(&self) -> Vec<f32> {
-        match self {
-            Self::F32(x) => x.clone(),
-            Self::F16(x) => x.to_f32_vec(),
-            Self::Bf16(x) => x.to_f32_vec(),
+        match self.elements() {
+            Elements::F32(x) => x.to_vec(),
+            Elements::F16(x) => x.to_f32_vec(),
+            Elements::Bf16(x) => x.to_f32_vec(),
         }
     }
 }
@@ -177,6 +238,26 @@ pub(super) fn check_span(what: &'static str, tokens: usize, pages: &[Page]) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_of_the_caller_is_read_and_written_where_it_lies() {
+        let mut memory = vec![1.0f32; 130];
+        let address = memory.as_mut_ptr().expose_provenance();
+        let of = |address, elements| {
+            // SAFETY: `memory` outlives the tensors, and is looked at only when they are gone.
+            unsafe { CpuTensor::from_address(Arc::new(()), address, elements, ElementType::F32) }
+        };
+        let mut tensor = of(address, 128).unwrap();
+        let copy = tensor.clone();
+        assert!(copy == tensor && copy == CpuTensor::F32(vec![1.0; 128]) && copy != of(address, 127).unwrap());
+        tensor.elements_mut().write_f32(2, &[5.0, 6.0]);
+        assert!(copy != tensor);
+        drop(tensor);
+        assert_eq!(memory[..5], [1.0, 1.0, 5.0, 6.0, 1.0]);
+        for (address, elements) in [(0, 1), (address + 2, 1), (address, usize::MAX), (address, usize::MAX / 4)] {
+            assert!(matches!(of(address, elements), Err(Error::Buffer { .. })), "{address:#x} {elements}");
+        }
+    }
 
     #[test]
     fn rows_come_back_from_where_they_were_put() {

@@ -1,14 +1,14 @@
 //! Kernel `merge_states`: merges the states of a query's parts into its state over all tokens that it sees.
 
-use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
 use super::dense::CpuTensor;
+use super::foreign::ElementsMut;
 use super::softmax::larger;
 use super::states::States;
 use crate::backend::StateParts;
 use crate::format::AttentionShape;
-use crate::plan::Work;
+use crate::plan::{ElementType, Elements, Work};
 use crate::{Error, Result};
 
 /// Merges the state rows of every query: row i of the result is the state of query i over all tokens that it sees.
@@ -74,26 +74,23 @@ pub(super) fn merge_parts(
     };
     merge_heads(&(0..parts).map(of).collect::<Vec<_>>(), &mut merged);
     if let Some(lse) = lse {
-        let CpuTensor::F32(to) = lse else { return Err(not_floats("merged log-sum-exps", lse)) };
+        let of = lse.elements().element_type();
+        let ElementsMut::F32(to) = lse.elements_mut() else { return Err(not_floats("merged log-sum-exps", of)) };
         to[..heads].copy_from_slice(merged.lse());
     }
-    match output {
-        CpuTensor::F32(to) => to[..heads * head_dim].copy_from_slice(merged.outputs()),
-        CpuTensor::F16(to) => to[..heads * head_dim].convert_from_f32_slice(merged.outputs()),
-        CpuTensor::Bf16(to) => to[..heads * head_dim].convert_from_f32_slice(merged.outputs()),
-    }
+    output.elements_mut().write_f32(0, &merged.outputs()[..heads * head_dim]);
     Ok(())
 }
 
 fn floats<'a>(what: &'static str, tensor: &'a CpuTensor) -> Result<&'a [f32]> {
-    match tensor {
-        CpuTensor::F32(x) => Ok(x),
-        _ => Err(not_floats(what, tensor)),
+    match tensor.elements() {
+        Elements::F32(x) => Ok(x),
+        other => Err(not_floats(what, other.element_type())),
     }
 }
 
-fn not_floats(what: &'static str, tensor: &CpuTensor) -> Error {
-    let reason = format!("are {:?}, but states are f32", tensor.elements().element_type());
+fn not_floats(what: &'static str, given: ElementType) -> Error {
+    let reason = format!("are {given:?}, but states are f32");
     Error::Buffer { what, reason }
 }
 

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::{MOST_RANKS, Reduction, Transport};
 use crate::backend::Device;
-use crate::cpu::{Cpu, CpuTensor};
-use crate::plan::ElementType;
+use crate::cpu::{Cpu, CpuTensor, ElementsMut};
+use crate::plan::{ElementType, Elements};
 use crate::{Error, Result};
 
 /// Longest deadline of a call.
@@ -247,7 +247,7 @@ impl Transport for ThreadTransport {
     fn all_reduce(&mut self, tensor: &mut CpuTensor, elements: usize, reduction: Reduction) -> Result<()> {
         self.check("a tensor to reduce", tensor, elements)?;
         let of = tensor.elements().element_type();
-        let CpuTensor::F32(reduced) = tensor else {
+        let ElementsMut::F32(reduced) = tensor.elements_mut() else {
             return Err(Error::Buffer { what: "a tensor to reduce", reason: format!("is {of:?}, not f32") });
         };
         if elements == 0 {
@@ -286,19 +286,19 @@ impl ThreadTransport {
 
 /// The first elements of a tensor.
 fn first(tensor: &CpuTensor, elements: usize) -> CpuTensor {
-    match tensor {
-        CpuTensor::F32(x) => CpuTensor::F32(x[..elements].to_vec()),
-        CpuTensor::F16(x) => CpuTensor::F16(x[..elements].to_vec()),
-        CpuTensor::Bf16(x) => CpuTensor::Bf16(x[..elements].to_vec()),
-    }
+    CpuTensor::new(match tensor.elements() {
+        Elements::F32(x) => Elements::F32(&x[..elements]),
+        Elements::F16(x) => Elements::F16(&x[..elements]),
+        Elements::Bf16(x) => Elements::Bf16(&x[..elements]),
+    })
 }
 
 /// Writes elements of the same type from a place on.
 fn put(to: &mut CpuTensor, at: usize, from: &CpuTensor) {
-    match (to, from) {
-        (CpuTensor::F32(to), CpuTensor::F32(from)) => to[at..at + from.len()].copy_from_slice(from),
-        (CpuTensor::F16(to), CpuTensor::F16(from)) => to[at..at + from.len()].copy_from_slice(from),
-        (CpuTensor::Bf16(to), CpuTensor::Bf16(from)) => to[at..at + from.len()].copy_from_slice(from),
+    match (to.elements_mut(), from.elements()) {
+        (ElementsMut::F32(to), Elements::F32(from)) => to[at..at + from.len()].copy_from_slice(from),
+        (ElementsMut::F16(to), Elements::F16(from)) => to[at..at + from.len()].copy_from_slice(from),
+        (ElementsMut::Bf16(to), Elements::Bf16(from)) => to[at..at + from.len()].copy_from_slice(from),
         _ => {} // the calls of all ranks have the same type
     }
 }

@@ -1,5 +1,7 @@
 //! The CPU's kernels, its stores, and the backend that they make.
 
+use std::sync::Arc;
+
 use kvpack::backend::{
     Device, FilledSpan, FilledStores, NewCentre, NewSpan, Packing, SpanRead, SpanWrite, Storage, TensorRows,
     TokenSelection,
@@ -10,7 +12,9 @@ use kvpack::cpu::{
     top_k,
 };
 use kvpack::format::{Calibration, CodeRange, Direction, KeyOrValue, Rotation};
-use kvpack::plan::{Elements, Page, QueryLayout, QueryRun, RowLayout, Rows, Split, TokenRange, TokenWrite, Work};
+use kvpack::plan::{
+    ElementType, Elements, Page, QueryLayout, QueryRun, RowLayout, Rows, Split, TokenRange, TokenWrite, Work,
+};
 use kvpack::policy::{Policy, QueryPositions, Spans};
 use kvpack::{Bits, SegmentFormat};
 use pollster::block_on;
@@ -106,6 +110,10 @@ fn kernels() -> Vec<Call> {
 
 fn stored() -> Vec<Call> {
     calls! {
+        "cpu::CpuTensor::from_address" => pairs(|address, elements| {
+            // SAFETY: nothing reads or writes the tensor.
+            done(unsafe { CpuTensor::from_address(Arc::new(()), address, elements, ElementType::F16) }.is_ok());
+        });
         "cpu::CpuTensor::take_rows" => triples(|first, stride, rows| {
             done(CpuTensor::F32(vec![0.5; 512]).take_rows(QueryLayout { first, stride }, rows, &shape()));
         });

@@ -331,6 +331,8 @@ fn aggregation_is_what_it_says() {
     assert_eq!(of(HeadAggregation::Sum), Some(9.0));
     assert_eq!(of(HeadAggregation::Mean), Some(3.0));
     assert_eq!(of(HeadAggregation::Max), Some(6.0));
+    // Nor is there a mean of nothing.
+    assert!(HeadAggregation::ALL.iter().all(|aggregation| aggregation.of([].into_iter()).is_none()));
 }
 
 #[test]

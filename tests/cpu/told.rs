@@ -3,9 +3,11 @@
 use kvpack::AttentionShape;
 use kvpack::cache::{Budget, ChunkStores, Growth, KvCache, ModelCache, Recipe, StoreId, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{Placement, RowLayout, TokenRange, TreeMask};
-use kvpack::policy::{Pool, Pooling};
+use kvpack::plan::{Placement, RowLayout, Scoring, TokenRange, TreeMask};
+use kvpack::policy::{Policy, Pool, Pooling};
 use pollster::block_on;
+
+use crate::any_backend::compressed::Prompt;
 
 fn shape(kv_heads: usize) -> AttentionShape {
     AttentionShape::new(4, kv_heads, 64).unwrap()
@@ -63,9 +65,18 @@ fn what_is_debugged_is_named() {
     let cache = KvCache::new(Cpu::new(), shape(2), 3, Recipe::f16()).unwrap();
     let told = format!("{cache:?}");
     assert!(told.starts_with("KvCache {") && told.contains("sequences: 3"), "{told}");
-    let mut cache = filled(5);
+    let cache = filled(5);
     let told = format!("{cache:?}");
     assert!(told.starts_with("ModelCache {") && told.contains("sequences: 2"), "{told}");
+    let prompt = Prompt::new(shape(2), 2, 60, 1);
+    let cache = prompt.cache(&Cpu::new(), &Recipe::f16());
+    let told = format!("{:?}", prompt.observe(&cache, Policy::h2o(0.5).unwrap()));
+    assert!(told.starts_with("ObservedPrompt {") && told.contains("tokens: 60, layers: 2"), "{told}");
+}
+
+#[test]
+fn sequences_on_their_way_out_name_themselves() {
+    let mut cache = filled(5);
     let leaving = cache.begin_swap_out(1).unwrap();
     assert_eq!(leaving.sequence(), 1);
     let told = format!("{leaving:?}");
@@ -100,4 +111,16 @@ fn trees_and_pooling_tell_their_sizes() {
     assert_eq!((tree.queries(), tree.tokens()), (3, 5));
     let pooling = Pooling::new(Pool::Max, 7).unwrap();
     assert_eq!((pooling.pool(), pooling.width()), (Pool::Max, 7));
+}
+
+/// Checks compute with the scale that a scoring tells: it must be the one that was given.
+#[test]
+fn scoring_is_what_was_given() {
+    let scoring = Scoring::of(&shape(2)).with_scale(0.3).unwrap();
+    assert_eq!((scoring.scale(), scoring.soft_cap(), scoring.sinks()), (0.3, None, None));
+    let scoring = scoring.with_soft_cap(30.0).unwrap().with_sinks(&[1.0, -2.0, 0.0, 4.0]).unwrap();
+    let sinks: Option<&[f32]> = Some(&[1.0, -2.0, 0.0, 4.0]);
+    assert_eq!((scoring.scale(), scoring.soft_cap(), scoring.sinks()), (0.3, Some(30.0), sinks));
+    let scoring = scoring.without_sinks();
+    assert_eq!((scoring.scale(), scoring.soft_cap(), scoring.sinks()), (0.3, Some(30.0), None));
 }

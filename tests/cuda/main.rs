@@ -10,4 +10,5 @@ mod prompt_parts;
 mod query_runs;
 mod ranks;
 mod shares;
+mod step_launches;
 mod step_states;

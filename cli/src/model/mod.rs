@@ -43,7 +43,7 @@ pub use packed::PackedAttention;
 pub use projections::Projection;
 pub use quantized::QuantizedModel;
 pub use tokenizer::Tokenizer;
-pub use transformer::Model;
+pub use transformer::{Fused, Inputs, Model};
 pub use weights::Linear;
 
 /// Tokens of one forward pass over a text: a tile, so that chunks end where tiles do.

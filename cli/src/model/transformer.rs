@@ -27,9 +27,35 @@ pub struct Model {
     frequencies: Vec<f32>,
     /// Those of local layers.
     local_frequencies: Option<Vec<f32>>,
+    /// Operations of the device, where it has them.
+    fused: Option<Box<dyn Fused>>,
+}
+
+/// Operations that a device has as one kernel each.
+pub trait Fused {
+    /// x / √(mean x² + ε) · weight of every row; the weight has the type of `x`.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn norm(&self, x: &Tensor, weight: &Tensor, epsilon: f64) -> candle_core::Result<Tensor>;
+
+    /// Rotary position encoding of `[tokens, heads, head_dim]`; cosines and sines are `[tokens, 1, head_dim / 2]`.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn rotate(&self, x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RopePairs) -> candle_core::Result<Tensor>;
+}
+
+/// What the layers take of a step.
+#[derive(Clone)]
+pub struct Inputs {
+    /// `[tokens, width]`.
+    stream: Tensor,
+    rotations: Rotations,
 }
 
 /// Rotations of the positions of a chunk in all layers.
+#[derive(Clone)]
 pub struct Rotations {
     global: Rotation,
     /// Those of local layers.
@@ -37,6 +63,7 @@ pub struct Rotations {
 }
 
 /// Cosine and sine of the positions of a chunk, `[tokens, 1, head_dim / 2]`.
+#[derive(Clone)]
 struct Rotation {
     cos: Tensor,
     sin: Tensor,
@@ -116,7 +143,33 @@ impl Model {
         };
         let local_frequencies = config.local.map(|local| turns(local.rope_base, config.attention.head_dim()));
         let frequencies = frequencies(weights, &config)?;
-        Ok(Self { config, tokenizer, embedding, layers, output_norm, output, frequencies, local_frequencies })
+        Ok(Self {
+            config,
+            tokenizer,
+            embedding,
+            layers,
+            output_norm,
+            output,
+            frequencies,
+            local_frequencies,
+            fused: None,
+        })
+    }
+
+    /// The same with operations of its device. Weights of norms get the type of the others.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn with_fused(mut self, fused: Box<dyn Fused>) -> Result<Self> {
+        let dtype = self.embedding.dtype();
+        self.output_norm = self.output_norm.to_dtype(dtype)?;
+        for layer in &mut self.layers {
+            for norm in layer.norms() {
+                *norm = norm.to_dtype(dtype)?;
+            }
+        }
+        self.fused = Some(fused);
+        Ok(self)
     }
 
     /// The same on another device and in another type of weights; those of norms stay in f32.
@@ -130,6 +183,11 @@ impl Model {
         let layers = self.layers.into_iter().map(|layer| layer.moved(device, dtype));
         self.layers = layers.collect::<candle_core::Result<_>>()?;
         Ok(self)
+    }
+
+    /// The type of its weights.
+    pub fn dtype(&self) -> DType {
+        self.embedding.dtype()
     }
 
     /// Checks that so many tokens fit the context.
@@ -156,11 +214,26 @@ impl Model {
     /// # Errors
     /// [`ModelError::Context`] beyond the context, and what attention says.
     pub fn forward_at(&self, tokens: &[u32], positions: &[usize], attention: &mut dyn Attention) -> Result<Tensor> {
+        self.through_layers(&self.inputs(tokens, positions)?, attention)
+    }
+
+    /// What the layers take of these tokens.
+    ///
+    /// # Errors
+    /// [`ModelError::Context`] beyond the context, and what the device says.
+    pub fn inputs(&self, tokens: &[u32], positions: &[usize]) -> Result<Inputs> {
         self.check_context(positions.iter().max().map_or(0, |newest| newest + 1))?;
-        let rotations = self.rotations_at(positions)?;
-        let mut stream = self.embedded(tokens)?;
+        Ok(Inputs { stream: self.embedded(tokens)?, rotations: self.rotations_at(positions)? })
+    }
+
+    /// The residual stream `[tokens, width]` behind all layers. Nothing is copied from the host.
+    ///
+    /// # Errors
+    /// What attention and the device say.
+    pub fn through_layers(&self, inputs: &Inputs, attention: &mut dyn Attention) -> Result<Tensor> {
+        let mut stream = inputs.stream.clone();
         for index in 0..self.layers.len() {
-            stream = self.layer(index, &stream, &rotations, attention, &mut |_, _| Ok(()))?;
+            stream = self.layer(index, &stream, &inputs.rotations, attention, &mut |_, _| Ok(()))?;
         }
         Ok(stream)
     }
@@ -221,6 +294,9 @@ impl Model {
 
     /// x / √(mean x² + ε) · weight, in f32.
     fn norm(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+        if let Some(fused) = &self.fused {
+            return fused.norm(x, weight, self.config.norm_epsilon);
+        }
         let (x, of) = (x.to_dtype(DType::F32)?, x.dtype());
         let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
         let normed = x.broadcast_div(&(mean_square + self.config.norm_epsilon)?.sqrt()?)?;
@@ -239,12 +315,49 @@ impl Model {
         let heads = |linear: &Linear, count| linear.forward(x)?.reshape((tokens, count, shape.head_dim()));
         let queries = self.normed(heads(&layer.query, shape.query_heads())?, &layer.query_norm)?;
         let keys = self.normed(heads(&layer.key, shape.kv_heads())?, &layer.key_norm)?;
+        let rotated = |x: &Tensor| match &self.fused {
+            Some(fused) => fused.rotate(x, &rotation.cos, &rotation.sin, pairs),
+            None => rotation.apply(x, pairs),
+        };
         Ok(Chunk {
             layer: index,
-            queries: rotation.apply(&queries, pairs)?,
-            keys: rotation.apply(&keys, pairs)?,
+            queries: rotated(&queries)?,
+            keys: rotated(&keys)?,
             values: heads(&layer.value, shape.kv_heads())?,
         })
+    }
+}
+
+impl Inputs {
+    /// Rows of the step.
+    pub fn rows(&self) -> usize {
+        self.stream.dims().first().copied().unwrap_or(0)
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let rotations = [Some(&self.rotations.global), self.rotations.local.as_ref()].into_iter().flatten();
+        std::iter::once(&self.stream).chain(rotations.flat_map(|rotation| [&rotation.cos, &rotation.sin]))
+    }
+
+    /// The same in memory of its own, which [`Inputs::set`] writes.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn copied(&self) -> candle_core::Result<Self> {
+        let rotation = |of: &Rotation| -> candle_core::Result<Rotation> {
+            Ok(Rotation { cos: of.cos.copy()?, sin: of.sin.copy()? })
+        };
+        let local = self.rotations.local.as_ref().map(rotation).transpose()?;
+        let rotations = Rotations { global: rotation(&self.rotations.global)?, local };
+        Ok(Self { stream: self.stream.copy()?, rotations })
+    }
+
+    /// Takes the elements of others of the same shapes.
+    ///
+    /// # Errors
+    /// When the shapes differ, and what the device says.
+    pub fn set(&self, others: &Self) -> candle_core::Result<()> {
+        self.tensors().zip(others.tensors()).try_for_each(|(to, from)| to.slice_set(&from.contiguous()?, 0, 0))
     }
 }
 
@@ -335,6 +448,14 @@ impl Layer {
             Projection::Up => &mut self.up,
             Projection::Down => &mut self.down,
         }
+    }
+
+    fn norms(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        let Self { query_norm, key_norm, attention_output_norm, feed_forward_output_norm, .. } = self;
+        let some = [query_norm, key_norm, attention_output_norm, feed_forward_output_norm];
+        [&mut self.attention_norm, &mut self.feed_forward_norm]
+            .into_iter()
+            .chain(some.into_iter().filter_map(Option::as_mut))
     }
 
     /// The weights of the norm that makes an input, where one does.

@@ -5,12 +5,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::sys::CUlaunchAttributeID_enum::{
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_IGNORE,
+    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
 };
 use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, LaunchConfig, sys};
 
 use super::driver::driver_error;
 use crate::Result;
+
+/// The value of an attribute that is not given.
+const IGNORED: sys::CUlaunchAttributeValue = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 0 };
 
 /// Held while the limit of a function is read and raised.
 static SHARED_LIMITS: Mutex<()> = Mutex::new(());
@@ -55,18 +59,22 @@ impl KernelLaunch {
     pub unsafe fn run<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, call: &T) -> Result<()> {
         let failed = |error| driver_error(self.name, 0, error);
         stream.context().bind_to_thread().map_err(failed)?;
-        let mut attributes = Vec::with_capacity(2);
+        // On the stack: an engine launches hundreds of kernels for each token.
+        let none = sys::CUlaunchAttribute { id: CU_LAUNCH_ATTRIBUTE_IGNORE, pad: [0; 4], value: IGNORED };
+        let (mut attributes, mut count) = ([none; 2], 0);
+        let mut add = |id, value| {
+            attributes[count] = sys::CUlaunchAttribute { id, pad: [0; 4], value };
+            count += 1;
+        };
         if self.cluster > 1 {
             let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: self.cluster, y: 1, z: 1 };
             let value = sys::CUlaunchAttributeValue { clusterDim: cluster };
-            attributes.push((CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value));
+            add(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value);
         }
         if self.overlaps {
             let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
-            attributes.push((CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value));
+            add(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value);
         }
-        let mut attributes: Vec<sys::CUlaunchAttribute> =
-            attributes.into_iter().map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value }).collect();
         let (grid, block) = (self.config.grid_dim, self.config.block_dim);
         let config = sys::CUlaunchConfig {
             gridDimX: grid.0,
@@ -78,7 +86,7 @@ impl KernelLaunch {
             sharedMemBytes: self.config.shared_mem_bytes,
             hStream: stream.cu_stream(),
             attrs: attributes.as_mut_ptr(),
-            numAttrs: attributes.len() as u32,
+            numAttrs: count as u32,
         };
         let mut arguments = [std::ptr::from_ref(call).cast_mut().cast::<c_void>()];
         // SAFETY: The driver copies the argument and the attributes before it returns. The caller guarantees the rest.

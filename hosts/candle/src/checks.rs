@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use kvpack::backend::Backend;
 use kvpack::cache::{Budget, Growth, ModelCache, TokenRun};
 use kvpack::cpu::nmse;
@@ -17,9 +17,10 @@ use pollster::block_on;
 
 use crate::attention::Steps;
 use crate::host::{Host, cache_layers};
+use crate::rig::Rig;
 
 /// Rows of the steps of a check.
-pub const ROWS: usize = 260;
+const ROWS: usize = 260;
 
 /// The largest error of logits where nothing is packed: sums in f32 are taken in another order.
 const LARGEST: f64 = 1e-6;
@@ -82,15 +83,18 @@ pub fn requests() -> Vec<Request> {
     (0..8).map(request).collect()
 }
 
-/// Compares logits with those of the CPU, and a queue of eight requests with each alone, on any backend. `host` takes a
-/// model to the device. False where something differs.
+/// Compares logits with those of the CPU, and a queue of eight requests with each alone, on any device. False where
+/// something differs.
 ///
 /// # Errors
 /// What the device reports.
-pub fn run<B: Backend + Clone, S: Steps<B>>(
-    backend: &B,
-    host: &mut dyn FnMut(Model) -> Result<Host<S>>,
-) -> Result<bool> {
+pub fn run<R: Rig>(rig: &R) -> Result<bool> {
+    let backend = rig.backend();
+    let host = |model: Model| -> Result<Host<R::Steps>> {
+        let model = rig.on_device(model, DType::F32)?;
+        let steps = rig.steps(&model, model.config.layers, ROWS)?;
+        Ok(Host::new(model, steps))
+    };
     let expected = LogitsFile::expected()?.logits;
     let mut passed = true;
     for family in FAMILIES {

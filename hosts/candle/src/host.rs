@@ -4,17 +4,18 @@ use anyhow::{Result, bail};
 use candle_core::{D, DType, Tensor};
 use kvpack::AttentionShape;
 use kvpack::backend::Backend;
-use kvpack::cache::{ModelCache, ModelRecipe, Recipe};
-use kvpack_cli::{Config, Model};
+use kvpack::cache::{ModelCache, ModelRecipe, Recipe, TokenRun};
+use kvpack_cli::{Attention, Config, Inputs, Model};
 use kvpack_serving::Batch;
 
-use crate::attention::Steps;
+use crate::attention::{Layers, Steps};
 
 /// A model, and what opens kvpack's steps.
 pub struct Host<S> {
     model: Model,
     steps: S,
     stops: bool,
+    records: bool,
 }
 
 /// The layers of a cache for a model.
@@ -32,7 +33,7 @@ pub fn cache_layers(config: &Config, recipe: &ModelRecipe) -> Result<Vec<(Attent
 impl<S> Host<S> {
     /// A model whose attention are these steps. It ends texts at the model's end token.
     pub const fn new(model: Model, steps: S) -> Self {
-        Self { model, steps, stops: true }
+        Self { model, steps, stops: true, records: true }
     }
 
     /// The same, which goes on until all tokens asked for are generated.
@@ -41,12 +42,28 @@ impl<S> Host<S> {
         Self { stops: false, ..self }
     }
 
+    /// The same, which launches every step kernel by kernel.
+    #[must_use]
+    pub fn without_records(self) -> Self {
+        Self { records: false, ..self }
+    }
+
     /// The model.
     pub const fn model(&self) -> &Model {
         &self.model
     }
 
-    /// The logits `[answering runs, vocabulary]` of a batch whose step is open.
+    /// What opens kvpack's steps.
+    pub const fn steps(&mut self) -> &mut S {
+        &mut self.steps
+    }
+
+    /// The model and its steps.
+    pub fn into_parts(self) -> (Model, S) {
+        (self.model, self.steps)
+    }
+
+    /// The residual stream of a batch whose step is open; the logits `[answering runs, vocabulary]` if any run answers.
     ///
     /// # Errors
     /// What the model, the cache or the device report.
@@ -54,12 +71,26 @@ impl<S> Host<S> {
     where
         S: Steps<B>,
     {
-        let Self { model, steps, .. } = self;
-        let (tokens, positions) = (batch.tokens(), batch.positions());
-        let stream = steps.run(cache, |attention| model.forward_at(&tokens, &positions, attention))?;
+        let Self { model, steps, records, .. } = self;
+        let inputs = model.inputs(&batch.tokens(), &batch.positions())?;
         let rows: Vec<u32> = batch.answering_rows().into_iter().map(|row| row as u32).collect();
+        if rows.len() == inputs.rows() && batch.runs().iter().all(|of| of.run == TokenRun::decode(of.run.sequence())) {
+            // A step of decoding alone: the next one is like it.
+            let layers = |inputs: &Inputs, attention: &mut dyn Attention| {
+                model.logits(&model.through_layers(inputs, attention)?)
+            };
+            let layers: &Layers<'_> = &layers;
+            return match records {
+                true => steps.run_again(cache, &inputs, layers),
+                false => layers(&inputs, &mut *steps.open(cache)?),
+            };
+        }
+        let stream = model.through_layers(&inputs, &mut *steps.open(cache)?)?;
+        if rows.is_empty() {
+            return Ok(stream);
+        }
         let rows = Tensor::new(rows, stream.device())?;
-        Ok(model.logits(&stream.index_select(&rows, 0)?)?.to_dtype(DType::F32)?)
+        model.logits(&stream.index_select(&rows, 0)?)
     }
 }
 
@@ -69,13 +100,11 @@ impl<B: Backend, S: Steps<B>> kvpack_serving::Model<B> for Host<S> {
         cache: &mut ModelCache<B>,
         batch: &Batch,
     ) -> Result<Vec<u32>, Box<dyn std::error::Error + Send + Sync>> {
+        let logits = self.logits(cache, batch)?;
         if batch.answering_rows().is_empty() {
-            let (tokens, positions) = (batch.tokens(), batch.positions());
-            let Self { model, steps, .. } = self;
-            steps.run(cache, |attention| model.forward_at(&tokens, &positions, attention))?;
             return Ok(Vec::new());
         }
-        Ok(self.logits(cache, batch)?.argmax(D::Minus1)?.to_vec1()?)
+        Ok(logits.to_dtype(DType::F32)?.argmax(D::Minus1)?.to_vec1()?)
     }
 
     fn end(&self) -> Option<u32> {

@@ -3,11 +3,16 @@
 
 mod attention;
 pub mod checks;
+mod filled;
 mod host;
+mod own;
+mod prompt;
+mod rig;
 mod serve;
 mod study;
 
-pub use attention::{CpuSteps, Steps};
+pub use attention::{CpuRig, CpuSteps, Layers, Steps};
 pub use host::{Host, cache_layers};
+pub use rig::Rig;
 pub use serve::ServeArgs;
-pub use study::{Shape, StudyArgs};
+pub use study::Study;

@@ -5,20 +5,20 @@ use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use kvpack::backend::Backend;
+use kvpack::backend::Device as _;
 use kvpack::cache::{Budget, ModelCache, ModelRecipe};
 use kvpack_cli::Model;
 use kvpack_serving::{Progress, Prompt, Scheduler, Settings, read_requests};
 
-use crate::attention::Steps;
 use crate::host::{Host, cache_layers};
+use crate::rig::Rig;
 
 /// Serves a queue of requests by continuous batching.
 #[derive(clap::Args)]
 pub struct ServeArgs {
     /// A GGUF file of the Llama, Qwen2 or Gemma 3 family.
     #[arg(long)]
-    pub model: PathBuf,
+    model: PathBuf,
     /// JSON lines: arrival_s, prompt or prompt_tokens (and shared_tokens), output_tokens.
     #[arg(long)]
     requests: PathBuf,
@@ -50,23 +50,25 @@ pub struct ServeArgs {
 
 impl ServeArgs {
     /// Sizes of the server.
-    pub fn settings(&self) -> Settings {
+    fn settings(&self) -> Settings {
         let Self { sequences, prefixes, chunk, .. } = *self;
         Settings { sequences, prefixes, chunk, rows: self.rows.unwrap_or(sequences + 2 * chunk) }
     }
 
-    /// Serves the requests with a model on a backend.
+    /// Serves the requests on a device.
     ///
     /// # Errors
     /// What is wrong with the requests or the recipe, and what the cache or the device report.
-    pub fn run<B: Backend + Clone, S: Steps<B>>(&self, backend: &B, model: Model, steps: S) -> Result<()> {
+    pub fn run<R: Rig>(&self, rig: &R) -> Result<()> {
         let recipe: ModelRecipe = self.recipe.parse()?;
         ensure!(
             recipe.policy().is_none(),
             "recipe '{recipe}' chooses tokens of whole prompts; prompts are served in parts"
         );
-        let layers = cache_layers(&model.config, &recipe)?;
+        let model = rig.on_device(Model::load(&self.model)?, rig.dtype())?;
+        let (backend, layers) = (rig.backend(), cache_layers(&model.config, &recipe)?);
         let settings = self.settings();
+        let steps = rig.steps(&model, model.config.layers, settings.rows)?;
         let budget = self.memory_mib.map_or(Budget::unlimited(), |mib| Budget::of_bytes(mib << 20));
         let cache = ModelCache::new(backend, &layers, settings.sequences + settings.prefixes)?;
         let cache = cache.with_budget(budget);

@@ -4,24 +4,42 @@ use std::{collections::HashSet, mem};
 
 use quote::{ToTokens, quote};
 use syn::{
-    Arm, Attribute, BinOp, Block, Expr, ExprBinary, ExprMatch, ExprUnary, ImplItemFn, ItemConst, ItemFn, ItemMod, ItemStatic,
-    Pat, ReturnType, Signature, Type, TypePath, UnOp, parse_quote,
+    Arm, Attribute, BinOp, Block, Expr, ExprBinary, ExprMatch, ExprStruct, ExprUnary, ImplItemFn, ItemConst, ItemFn,
+    ItemImpl, ItemMod, ItemStatic, Member, Pat, Signature, Stmt, TraitItemFn, Type, UnOp, parse_quote,
+    punctuated::Pair,
     spanned::Spanned,
     visit_mut::{self, VisitMut},
 };
 
+use crate::values::{further_values, item_of, plain_values, values_of};
+
+/// The number of the first mistake that the first runs had not: results of those stay what they are.
+const FIRST_FURTHER: u32 = 5000;
+
 /// Walks over files and plants.
 pub struct Planter {
     next: u32,
+    next_further: u32,
+    /// Whether all mistakes are further ones, as those in constant functions are.
+    only_further: bool,
+    /// Whether mistakes are counted and not planted.
+    only_counted: bool,
     without: HashSet<u32>,
+    constant: HashSet<String>,
     file: String,
+    of: String,
     function: String,
 }
 
 impl Planter {
-    /// `without`: the numbers of mistakes that are counted and not planted.
-    pub fn new(without: HashSet<u32>) -> Self {
-        Self { next: 0, without, file: String::new(), function: String::new() }
+    /// `without`: the numbers of mistakes that are counted and not planted. `constant`: the functions that are called
+    /// while compiling, as `Type::function` or `function`; in other constant functions mistakes are planted, and they
+    /// are constant no longer.
+    pub fn new(without: HashSet<u32>, constant: HashSet<String>) -> Self {
+        let (next, next_further) = (0, FIRST_FURTHER);
+        let (file, of, function) = Default::default();
+        let (only_further, only_counted) = Default::default();
+        Self { next, next_further, only_further, only_counted, without, constant, file, of, function }
     }
 
     /// All that follows is of this file.
@@ -32,9 +50,21 @@ impl Planter {
 
     /// The switch of a new mistake; `None` where it is not to be planted.
     fn switch(&mut self, line: usize, what: &str) -> Option<Expr> {
-        let number = self.next;
+        if self.only_further {
+            return self.further_switch(line, what);
+        }
         self.next += 1;
-        if self.without.contains(&number) {
+        self.numbered_switch(self.next - 1, line, what)
+    }
+
+    /// The same, for a mistake that the first runs had not.
+    fn further_switch(&mut self, line: usize, what: &str) -> Option<Expr> {
+        self.next_further += 1;
+        self.numbered_switch(self.next_further - 1, line, what)
+    }
+
+    fn numbered_switch(&self, number: u32, line: usize, what: &str) -> Option<Expr> {
+        if self.only_counted || self.without.contains(&number) {
             return None;
         }
         println!("{number}\t{}\t{line}\t{}\t{what}", self.file, self.function);
@@ -57,7 +87,8 @@ impl Planter {
             return None;
         }
         let lazy = matches!(op, BinOp::And(_) | BinOp::Or(_));
-        let compares = matches!(op, BinOp::Eq(_) | BinOp::Ne(_) | BinOp::Lt(_) | BinOp::Gt(_) | BinOp::Le(_) | BinOp::Ge(_));
+        let compares =
+            matches!(op, BinOp::Eq(_) | BinOp::Ne(_) | BinOp::Lt(_) | BinOp::Gt(_) | BinOp::Le(_) | BinOp::Ge(_));
         let assigns = binary.op.to_token_stream().to_string().ends_with('=') && !compares;
         let chosen = |l: &dyn ToTokens, r: &dyn ToTokens| {
             let (l, r) = (l.to_token_stream(), r.to_token_stream());
@@ -122,13 +153,35 @@ impl Planter {
         }
     }
 
+    /// A field that is the one of the structure that the others are taken from.
+    fn fields(&mut self, built: &ExprStruct) -> Option<Expr> {
+        built.rest.as_ref()?;
+        let mut chosen = built.to_token_stream();
+        for (index, field) in built.fields.iter().enumerate() {
+            let Member::Named(name) = &field.member else { continue };
+            let what = format!("the field {name} is left out");
+            let Some(switch) = self.further_switch(field.span().start().line, &what) else { continue };
+            let mut without = built.clone();
+            let others = built.fields.iter().enumerate().filter(|(i, _)| *i != index);
+            without.fields = others.map(|(_, field)| Pair::Punctuated(field.clone(), Default::default())).collect();
+            chosen = quote!(if #switch { #without } else { #chosen });
+        }
+        Some(parse_quote!(({ #chosen })))
+    }
+
     /// Values that a function returns at once.
-    fn body(&mut self, signature: &Signature, block: &mut Block) {
+    fn body(&mut self, signature: &Signature, block: &mut Block, plain: bool) {
         let line = signature.ident.span().start().line;
         let mut returns = Vec::new();
-        for value in values(&signature.output) {
+        for value in if plain { plain_values(&signature.output) } else { Vec::new() } {
             let what = format!("returns {} at once", value.to_token_stream());
             if let Some(switch) = self.switch(line, &what) {
+                returns.push(quote!(if #switch { return #value; }));
+            }
+        }
+        for value in further_values(&signature.output) {
+            let what = format!("returns {} at once", value.to_token_stream());
+            if let Some(switch) = self.further_switch(line, &what) {
                 returns.push(quote!(if #switch { return #value; }));
             }
         }
@@ -136,26 +189,75 @@ impl Planter {
             let stmts = &block.stmts;
             *block = parse_quote!({ #(#returns)* #(#stmts)* });
         }
+        self.iterator(signature, block, line);
     }
 
-    fn function(&mut self, attributes: &[Attribute], signature: &Signature, block: &mut Block) {
-        if signature.constness.is_some() || is_test(attributes) {
+    /// An iterator that ends at once, or has one value. All ways out of a function have one type, so what is returned
+    /// at the end is cut short.
+    fn iterator(&mut self, signature: &Signature, block: &mut Block, line: usize) {
+        let Some(item) = item_of(&signature.output) else { return };
+        let Some(Stmt::Expr(found, None)) = block.stmts.last_mut() else { return };
+        if let Some(switch) = self.further_switch(line, "returns an empty iterator") {
+            *found = parse_quote!((#found).take(if #switch { 0 } else { usize::MAX }));
+        }
+        for value in values_of(item) {
+            let what = format!("returns an iterator of {}", value.to_token_stream());
+            if let Some(switch) = self.further_switch(line, &what) {
+                *found =
+                    parse_quote!((#found).take(if #switch { 0 } else { usize::MAX }).chain(#switch.then(|| #value)));
+            }
+        }
+    }
+
+    /// Plants in a function, whose values of the first runs are planted where `plain` says so.
+    fn function(&mut self, attributes: &[Attribute], signature: &mut Signature, block: &mut Block, plain: bool) {
+        if is_test(attributes) {
             return;
         }
         let outer = mem::replace(&mut self.function, signature.ident.to_string());
+        let around = (self.only_further, self.only_counted);
+        if signature.constness.is_some() {
+            let name =
+                if self.of.is_empty() { self.function.clone() } else { format!("{}::{}", self.of, self.function) };
+            self.only_further = true;
+            self.only_counted |= self.constant.contains(&name);
+            if !self.only_counted {
+                signature.constness = None;
+            }
+        }
         visit_mut::visit_block_mut(self, block);
-        self.body(signature, block);
+        self.body(signature, block, plain);
+        (self.only_further, self.only_counted) = around;
         self.function = outer;
     }
 }
 
 impl VisitMut for Planter {
     fn visit_item_fn_mut(&mut self, item: &mut ItemFn) {
-        self.function(&item.attrs, &item.sig, &mut item.block);
+        let of = mem::take(&mut self.of);
+        self.function(&item.attrs, &mut item.sig, &mut item.block, true);
+        self.of = of;
     }
 
     fn visit_impl_item_fn_mut(&mut self, item: &mut ImplItemFn) {
-        self.function(&item.attrs, &item.sig, &mut item.block);
+        self.function(&item.attrs, &mut item.sig, &mut item.block, true);
+    }
+
+    // The first runs returned nothing from a trait's own functions.
+    fn visit_trait_item_fn_mut(&mut self, item: &mut TraitItemFn) {
+        if let Some(block) = &mut item.default {
+            self.function(&item.attrs, &mut item.sig, block, false);
+        }
+    }
+
+    fn visit_item_impl_mut(&mut self, item: &mut ItemImpl) {
+        let name = match &*item.self_ty {
+            Type::Path(of) => of.path.segments.last().map(|last| last.ident.to_string()),
+            _ => None,
+        };
+        let of = mem::replace(&mut self.of, name.unwrap_or_default());
+        visit_mut::visit_item_impl_mut(self, item);
+        self.of = of;
     }
 
     fn visit_item_mod_mut(&mut self, item: &mut ItemMod) {
@@ -179,6 +281,7 @@ impl VisitMut for Planter {
         let planted = match expr {
             Expr::Binary(binary) if !has_let(&binary.left) && !has_let(&binary.right) => self.binary(binary),
             Expr::Unary(unary) => self.unary(unary),
+            Expr::Struct(built) => self.fields(built),
             Expr::Match(found) => {
                 self.arms(found);
                 None
@@ -236,44 +339,4 @@ fn other_operators(op: &BinOp) -> Vec<BinOp> {
         BinOp::BitOrAssign(_) => vec![parse_quote!(&=), parse_quote!(^=)],
         _ => Vec::new(),
     }
-}
-
-/// The values that a function may return without looking.
-fn values(output: &ReturnType) -> Vec<Expr> {
-    match output {
-        ReturnType::Default => vec![parse_quote!(())],
-        ReturnType::Type(_, output) => values_of(output),
-    }
-}
-
-fn values_of(output: &Type) -> Vec<Expr> {
-    let Type::Path(TypePath { path, .. }) = output else {
-        return match output {
-            Type::Tuple(tuple) if tuple.elems.is_empty() => vec![parse_quote!(())],
-            _ => Vec::new(),
-        };
-    };
-    let Some(last) = path.segments.last() else { return Vec::new() };
-    let inner = match &last.arguments {
-        syn::PathArguments::AngleBracketed(arguments) => arguments.args.first().and_then(|argument| match argument {
-            syn::GenericArgument::Type(inner) => Some(inner),
-            _ => None,
-        }),
-        _ => None,
-    };
-    match last.ident.to_string().as_str() {
-        "bool" => vec![parse_quote!(true), parse_quote!(false)],
-        "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" | "isize" => vec![parse_quote!(0), parse_quote!(1)],
-        "f32" | "f64" => vec![parse_quote!(0.0), parse_quote!(1.0)],
-        "String" => vec![parse_quote!(String::new())],
-        "Vec" => with_each(parse_quote!(Vec::new()), inner, |value| parse_quote!(vec![#value])),
-        "Option" => with_each(parse_quote!(None), inner, |value| parse_quote!(Some(#value))),
-        "Result" => inner.map(values_of).unwrap_or_default().iter().map(|value| parse_quote!(Ok(#value))).collect(),
-        _ => Vec::new(),
-    }
-}
-
-/// A value that holds nothing, and those that hold one value of a type each.
-fn with_each(nothing: Expr, inner: Option<&Type>, with: impl Fn(&Expr) -> Expr) -> Vec<Expr> {
-    std::iter::once(nothing).chain(inner.map(values_of).unwrap_or_default().iter().map(with)).collect()
 }

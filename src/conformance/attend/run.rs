@@ -225,9 +225,5 @@ async fn search_planted<B: Backend>(
 }
 
 fn overwrite(tensor: &mut CpuTensor, index: usize, value: f32) {
-    match tensor {
-        CpuTensor::F32(x) => x[index] = value,
-        CpuTensor::F16(x) => x[index] = half::f16::from_f32(value),
-        CpuTensor::Bf16(x) => x[index] = half::bf16::from_f32(value),
-    }
+    tensor.elements_mut().write_f32(index, &[value]);
 }

@@ -261,6 +261,27 @@ mod tests {
         }
     }
 
+    /// Long runs whose queries move evenly take the kernel of many queries.
+    #[test]
+    fn long_runs_share_blocks() {
+        let shape = AttentionShape::new(32, 8, 128).unwrap();
+        let pages: Vec<Page> = (0..8).map(|index| Page { shard: 0, index }).collect();
+        let tree = TreeMask::from_bits(64, 64, &[255; 512]).unwrap();
+        for (visible, is_many) in [
+            (Visible::All, true),
+            (Visible::Causal, true),
+            (Visible::Window { left: 100 }, true),
+            (Visible::Tree(tree), false),
+        ] {
+            let span = SpanView { sequence: 0, start: 0, tokens: 1000, gathered: None, pages: &pages, range_slot: 0 };
+            let store = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
+            let plan = AttendPlan::new(shape, &[QueryRun::new(0, 64, visible.clone())], &[store]).unwrap();
+            let step = AttendStep::for_device(&H200, &plan).unwrap();
+            let takes_many = step.segments().iter().any(|launch| matches!(launch.kernel, SegmentKernel::Run(_)));
+            assert_eq!(takes_many, is_many, "{visible:?}");
+        }
+    }
+
     /// What the host pays for planning a prompt: `cargo test --features cuda --lib -- --ignored --nocapture planning`.
     #[test]
     #[ignore = "prints times"]

@@ -87,7 +87,8 @@ impl PlannedLaunch {
             first_extremes.push(extremes);
             extremes += parts.runs[span.run].run.queries;
         }
-        let (mut items, mut blocks) = (Vec::new(), Vec::new());
+        let count = tiles.iter().map(|&tiles| split::cut(tiles, most).count()).sum();
+        let (mut items, mut blocks) = (Vec::with_capacity(count), Vec::with_capacity(count));
         for ((index, part), &tiles) in parts.parts.iter().zip(&tiles) {
             let span = &segment.spans()[*index];
             for (start, length) in split::cut(tiles, most) {
@@ -144,19 +145,19 @@ impl PlannedLaunch {
             return 1;
         }
         let runs: Vec<usize> = self.items.chunk_by(|a, b| a.row == b.row).map(<[Item]>::len).collect();
-        let mut rows: Vec<u32> = self.items.iter().map(|item| item.row).collect();
-        rows.sort_unstable();
-        rows.dedup();
+        let mut has_row = vec![false; self.items.iter().map(|item| item.row as usize + 1).max().unwrap_or(0)];
+        self.items.iter().for_each(|item| has_row[item.row as usize] = true);
         // There are more runs than rows, so the spans of a query are not contiguous.
-        if rows.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
+        let rows = has_row.iter().filter(|&&has| has).count();
+        if rows < runs.len() { 1 } else { self.wave.cluster(&runs) }
     }
 
     /// Long items come first, so that none begins when the others end. Those of a cluster stay together.
     pub(super) fn order_items(&mut self) {
         if self.cluster == 1 {
-            let mut both: Vec<(Item, usize)> = self.items.drain(..).zip(self.blocks.drain(..)).collect();
-            both.sort_by_key(|(item, _)| std::cmp::Reverse(item.tokens));
-            (self.items, self.blocks) = both.into_iter().unzip();
+            let order = longest_first(&self.items);
+            self.items = order.iter().map(|&place| self.items[place as usize]).collect();
+            self.blocks = order.iter().map(|&place| self.blocks[place as usize]).collect();
         }
         if matches!(self.kernel, SegmentKernel::Run(_)) {
             self.order_first_items();
@@ -270,6 +271,31 @@ impl PlannedLaunch {
     }
 }
 
+/// The places of the items, those of the most tokens first, and of as many tokens in their order. Prompts have many
+/// items of few lengths, so they are counted where that takes less than sorting.
+fn longest_first(items: &[Item]) -> Vec<u32> {
+    let longest = items.iter().map(|item| item.tokens as usize).max().unwrap_or(0);
+    if longest > 4 * items.len() {
+        let mut places: Vec<u32> = (0..items.len() as u32).collect();
+        places.sort_by_key(|&place| std::cmp::Reverse(items[place as usize].tokens));
+        return places;
+    }
+    let mut begins = vec![0; longest + 1];
+    items.iter().for_each(|item| begins[item.tokens as usize] += 1);
+    // Where the items of every length begin: behind those of greater lengths.
+    let mut longer = 0;
+    for place in begins.iter_mut().rev() {
+        longer += std::mem::replace(place, longer);
+    }
+    let mut places = vec![0; items.len()];
+    for (place, item) in (0u32..).zip(items) {
+        let next: &mut usize = &mut begins[item.tokens as usize];
+        places[*next] = place;
+        *next += 1;
+    }
+    places
+}
+
 /// A kernel, how its blocks fill the device, and the tiles of an item.
 type Cut = (SegmentKernel, Wave, usize);
 
@@ -379,4 +405,24 @@ pub(super) fn assign_states(
         }
     }
     Ok((rows.states, (0..rows.rows.len()).filter(|&row| rows.rows[row].end == rows.rows[row].first).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytemuck::Zeroable;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Counted or sorted, items of as many tokens keep their order.
+        #[test]
+        fn items_of_the_most_tokens_are_first(
+            lengths in (1u32..3000).prop_flat_map(|longest| prop::collection::vec(1..=longest, 0..200)),
+        ) {
+            let items: Vec<Item> = lengths.iter().map(|&tokens| Item { tokens, ..Item::zeroed() }).collect();
+            let mut expected: Vec<u32> = (0..items.len() as u32).collect();
+            expected.sort_by_key(|&place| std::cmp::Reverse(lengths[place as usize]));
+            prop_assert_eq!(longest_first(&items), expected);
+        }
+    }
 }

@@ -2,19 +2,20 @@
 
 mod attention;
 mod bridge;
+mod fused;
+mod steps;
 
 use anyhow::{Result, bail};
-use attention::CudaSteps;
-use candle_core::DType;
-use candle_host::{Host, ServeArgs, StudyArgs, checks};
+use candle_host::{Rig, ServeArgs, Study, checks};
 use clap::Parser;
-use kvpack_cli::Model;
+use steps::CudaRig;
 
 /// Whole models on candle's CUDA device with kvpack as their attention and cache.
 #[derive(Parser)]
 enum Command {
     Serve(ServeArgs),
-    Study(StudyArgs),
+    #[command(subcommand)]
+    Study(Study),
     /// Compares small models with what the command's CPU backend computes, and a queue with its requests alone.
     Check,
     /// Compares and times kvpack's attention over candle's tensors.
@@ -23,33 +24,14 @@ enum Command {
 
 fn main() -> Result<()> {
     let command = Command::parse();
-    let (device, backend) = attention::open()?;
-    let steps = |model: &Model, rows, dtype| {
-        let of = (model.config.attention, model.config.layers);
-        CudaSteps::new(&backend, &device, of, rows, dtype)
-    };
+    let rig = CudaRig::open()?;
     match command {
-        Command::Serve(serve) => {
-            let model = Model::load(&serve.model)?.moved(&device, DType::F16)?;
-            let steps = steps(&model, serve.settings().rows, DType::F16)?;
-            serve.run(&backend, model, steps)
-        }
-        Command::Study(study) => {
-            let model = study.model(&device, DType::F16)?;
-            let steps = steps(&model, study.rows(), DType::F16)?;
-            study.run(&backend, Host::new(model, steps))
-        }
-        Command::Check => {
-            let host = &mut |model: Model| {
-                let model = model.moved(&device, DType::F32)?;
-                let steps = steps(&model, checks::ROWS, DType::F32)?;
-                Ok(Host::new(model, steps))
-            };
-            match checks::run(&backend, host)? {
-                true => Ok(()),
-                false => bail!("something differs"),
-            }
-        }
-        Command::Bridge => bridge::check(&backend, &device),
+        Command::Serve(serve) => serve.run(&rig),
+        Command::Study(study) => study.run(&rig),
+        Command::Check => match checks::run(&rig)? {
+            true => Ok(()),
+            false => bail!("something differs"),
+        },
+        Command::Bridge => bridge::check(rig.backend(), rig.device()),
     }
 }

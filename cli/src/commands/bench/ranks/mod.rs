@@ -7,8 +7,6 @@ mod meeting;
 mod rank;
 mod share;
 
-use std::process::Command;
-
 use anyhow::{Result, ensure};
 use kvpack::cuda::cudarc::driver::CudaContext;
 use kvpack::cuda::{Cuda, KernelCache, driver_present};
@@ -16,6 +14,7 @@ use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use kvpack_report::{ExchangeRow, RanksFound, RanksReport, RanksRow};
 
 use super::timed::figure;
+use crate::invocation::Invocation;
 use crate::outcome::Outcome;
 use crate::print::{self, say};
 use crate::provenance;
@@ -66,9 +65,8 @@ pub fn run(ranks: usize, rank: Option<usize>, driver: String, json: bool) -> Res
         return pollster::block_on(process.run()).map(|()| Outcome::Passed);
     }
     check_gpus(ranks)?;
-    let program = std::env::current_exe()?;
     let command = |rank: usize| {
-        let mut command = Command::new(&program);
+        let mut command = Invocation::current().again();
         command.args(["bench", "--suite", "ranks", "--ranks", &ranks.to_string(), "--rank", &rank.to_string()]);
         command
     };

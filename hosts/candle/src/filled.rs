@@ -1,0 +1,161 @@
+//! Caches that hold contexts of random keys and values, and what a step of decoding takes over them.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use candle_core::Tensor;
+use kvpack::backend::Backend;
+use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, ModelRecipe, PromptSpan, StoreRoom, TokenRun};
+use kvpack::plan::{RowLayout, TokenRange};
+use kvpack_serving::{Batch, BatchRun, Model as _};
+use pollster::block_on;
+use serde::Serialize;
+
+use crate::attention::Steps;
+use crate::host::{Host, cache_layers};
+use crate::rig::Rig;
+
+/// What a step of decoding takes, the middle of several.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct StepTime {
+    /// By the clock of the host, from one token to the next.
+    pub step_ms: f64,
+    /// Of that, the layers and the logits, by the clock of the device.
+    pub device_ms: Option<f64>,
+    /// Of that, what is stored and attended to, measured alone.
+    pub attention_ms: Option<f64>,
+}
+
+impl StepTime {
+    /// The rest of the model.
+    pub fn rest_ms(&self) -> Option<f64> {
+        Some(self.device_ms? - self.attention_ms?)
+    }
+
+    /// What the device waits for the host.
+    pub fn host_ms(&self) -> Option<f64> {
+        Some(self.step_ms - self.device_ms?)
+    }
+}
+
+/// Contexts of a number of sequences.
+#[derive(Clone, Copy, Debug)]
+pub struct Contexts {
+    /// Sequences.
+    pub sequences: usize,
+    /// Tokens of each.
+    pub tokens: usize,
+    /// Tokens that will be decoded behind them.
+    pub more: usize,
+}
+
+/// A cache that holds contexts of random keys and values. `chunks` says how a context is stored in parts.
+///
+/// # Errors
+/// What is wrong with the recipe, and what the device reports.
+pub fn filled<R: Rig>(
+    rig: &R,
+    host: &mut Host<R::Steps>,
+    recipe: &ModelRecipe,
+    of: Contexts,
+    chunks: Option<&ChunkStores>,
+) -> Result<ModelCache<R::Backend>> {
+    let layers = cache_layers(&host.model().config, recipe)?;
+    let shape = host.model().config.attention;
+    let mut cache =
+        ModelCache::new(rig.backend(), &layers, of.sequences)?.with_budget(Budget::unlimited().growing(Growth::Exact));
+    let row = (of.tokens, shape.kv_heads(), shape.head_dim());
+    let random = || -> Result<Tensor> { Ok(Tensor::randn(0f32, 1.0, row, rig.device())?.to_dtype(rig.dtype())?) };
+    let (keys, values) = (random()?, random()?);
+    let (keys, values) = (host.steps().tensor(&keys)?, host.steps().tensor(&values)?);
+    let rows = RowLayout::token_major(of.tokens, &shape);
+    let of_chunks = chunks.map(|chunks| block_on(chunks.upload(rig.backend(), shape.kv_heads(), of.tokens)));
+    let of_chunks = of_chunks.transpose()?;
+    let spans = match &of_chunks {
+        Some(chunks) => chunks.prompt(),
+        None => vec![PromptSpan::packed(TokenRange::new(0, of.tokens)?)],
+    };
+    let all = |room: &StoreRoom| StoreRoom { pages: room.pages * of.sequences, spans: room.spans * of.sequences };
+    let rooms: Vec<StoreRoom> = cache.room_for_prefill(0, &spans)?.iter().map(all).collect();
+    block_on(cache.reserve(&rooms))?;
+    for sequence in 0..of.sequences {
+        block_on(cache.reserve_for_prefill(&spans))?;
+        cache.begin_prefill(sequence, of.tokens, &spans)?;
+        for layer in 0..cache.layers() {
+            block_on(cache.store_prompt(layer, rows, &keys, &values, &spans))?;
+        }
+        cache.commit()?;
+    }
+    let later: Vec<TokenRun> = (0..of.sequences).map(|sequence| TokenRun::chunk(sequence, of.more)).collect();
+    block_on(cache.reserve_for_append(&later))?;
+    Ok(cache)
+}
+
+/// The next token of every sequence of a cache.
+fn batch<B: Backend>(cache: &ModelCache<B>, tokens: &[u32]) -> Result<Batch> {
+    let of = |(sequence, &token): (usize, &u32)| -> Result<BatchRun> {
+        let (run, start) = (TokenRun::decode(sequence), cache.length(sequence)?);
+        Ok(BatchRun { request: sequence, run, start, tokens: vec![token], answers: true })
+    };
+    Ok(Batch::new(tokens.iter().enumerate().map(of).collect::<Result<_>>()?))
+}
+
+/// A step of decoding for every sequence: their next tokens.
+///
+/// # Errors
+/// What the model, the cache or the device report.
+pub fn step<B: Backend, S: Steps<B>>(
+    host: &mut Host<S>,
+    cache: &mut ModelCache<B>,
+    tokens: &[u32],
+) -> Result<Vec<u32>> {
+    let batch = batch(cache, tokens)?;
+    block_on(cache.reserve_for_append(&batch.token_runs()))?;
+    cache.begin_append(&batch.token_runs())?;
+    let next = host.forward(cache, &batch).map_err(anyhow::Error::from_boxed)?;
+    cache.commit()?;
+    Ok(next)
+}
+
+/// Times steps of decoding for all sequences of a cache, and forgets its graphs. The first steps, in which kernels are compiled and graphs are
+/// captured, do not count.
+///
+/// # Errors
+/// What the model, the cache or the device report.
+pub fn decode<B: Backend, S: Steps<B>>(
+    host: &mut Host<S>,
+    cache: &mut ModelCache<B>,
+    steps: usize,
+) -> Result<StepTime> {
+    const FIRST: usize = 3;
+    let mut tokens: Vec<u32> = (0..cache.sequences() as u32).map(|sequence| 7 + 13 * sequence % 400).collect();
+    let (mut walls, mut devices) = (Vec::new(), Vec::new());
+    for at in 0..FIRST + steps {
+        host.steps().wait()?;
+        let start = Instant::now();
+        tokens = step(host, cache, &tokens)?;
+        let wall = start.elapsed().as_secs_f64() * 1e3;
+        let device = host.steps().replayed_ms();
+        if at >= FIRST {
+            walls.push(wall);
+            devices.extend(device);
+        }
+    }
+    let batch = batch(cache, &tokens)?;
+    block_on(cache.reserve_for_append(&batch.token_runs()))?;
+    cache.begin_append(&batch.token_runs())?;
+    let attention = host.steps().attention_ms(cache);
+    cache.abandon();
+    host.steps().forget()?;
+    Ok(StepTime {
+        step_ms: middle(&mut walls).context("no step was timed")?,
+        device_ms: middle(&mut devices),
+        attention_ms: attention?,
+    })
+}
+
+/// The middle of some times.
+pub fn middle(times: &mut [f64]) -> Option<f64> {
+    times.sort_unstable_by(f64::total_cmp);
+    times.get(times.len() / 2).copied()
+}

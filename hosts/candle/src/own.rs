@@ -1,0 +1,90 @@
+//! candle's own attention over a cache of its tensors: what kvpack is compared with.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use candle_core::{D, DType, Tensor};
+use kvpack_cli::{Attention, Chunk, Config, Model};
+
+use crate::filled::middle;
+use crate::rig::Rig;
+
+/// Keys and values of sequences that are equally long, in tensors with room for more.
+pub struct OwnAttention<'a, R> {
+    rig: &'a R,
+    /// `[sequences, kv_heads, room, head_dim]` of every layer.
+    layers: Vec<(Tensor, Tensor)>,
+    length: usize,
+}
+
+impl<'a, R: Rig> OwnAttention<'a, R> {
+    /// Random contexts of `length` tokens, with room for more.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn new(rig: &'a R, config: &Config, sequences: usize, (length, more): (usize, usize)) -> Result<Self> {
+        let shape = (sequences, config.attention.kv_heads(), length + more, config.attention.head_dim());
+        let random = || Tensor::randn(0f32, 1.0, shape, rig.device())?.to_dtype(rig.dtype());
+        let layers = (0..config.layers).map(|_| Ok((random()?, random()?))).collect::<Result<_>>()?;
+        Ok(Self { rig, layers, length })
+    }
+
+    /// The next tokens of all sequences.
+    fn step(&mut self, model: &Model, tokens: &[u32]) -> Result<Vec<u32>> {
+        let inputs = model.inputs(tokens, &vec![self.length; tokens.len()])?;
+        let stream = model.through_layers(&inputs, self)?;
+        self.length += 1;
+        Ok(model.logits(&stream)?.to_dtype(DType::F32)?.argmax(D::Minus1)?.to_vec1()?)
+    }
+}
+
+impl<R: Rig> Attention for OwnAttention<'_, R> {
+    fn attend(&mut self, chunk: &Chunk) -> Result<Tensor> {
+        let (keys, values) = &self.layers[chunk.layer];
+        let (sequences, heads, head_dim) = chunk.queries.dims3()?;
+        let kv_heads = keys.dim(1)?;
+        let one = |x: &Tensor| x.contiguous()?.reshape((sequences, kv_heads, 1, head_dim));
+        keys.slice_set(&one(&chunk.keys)?, 2, self.length)?;
+        values.slice_set(&one(&chunk.values)?, 2, self.length)?;
+        let (keys, values) = (keys.narrow(2, 0, self.length + 1)?, values.narrow(2, 0, self.length + 1)?);
+        let queries = (&chunk.queries / (head_dim as f64).sqrt())?;
+        let queries = queries.reshape((sequences, kv_heads, heads / kv_heads, head_dim))?;
+        let weights = self.rig.softmax(&queries.matmul(&keys.t()?)?)?.to_dtype(values.dtype())?;
+        Ok(weights.matmul(&values)?.reshape((sequences, heads * head_dim))?)
+    }
+}
+
+/// Milliseconds of a step of decoding with candle's own attention: the middle of `steps`.
+///
+/// # Errors
+/// What the device reports.
+pub fn decode<R: Rig>(rig: &R, model: &Model, (sequences, tokens): (usize, usize), steps: usize) -> Result<f64> {
+    const FIRST: usize = 3;
+    let mut attention = OwnAttention::new(rig, &model.config, sequences, (tokens, FIRST + steps))?;
+    let mut next: Vec<u32> = (0..sequences as u32).map(|sequence| 7 + 13 * sequence % 400).collect();
+    let mut times = Vec::new();
+    for at in 0..FIRST + steps {
+        let start = Instant::now();
+        next = attention.step(model, &next)?;
+        if at >= FIRST {
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    middle(&mut times).context("no step was timed")
+}
+
+/// The greedy text of a prompt, token by token, with candle's own attention.
+///
+/// # Errors
+/// What the device reports.
+pub fn greedy<R: Rig>(rig: &R, model: &Model, prompt: &[u32], output: usize) -> Result<Vec<u32>> {
+    let mut attention = OwnAttention::new(rig, &model.config, 1, (0, prompt.len() + output))?;
+    let mut text = prompt.to_vec();
+    for at in 0..prompt.len() + output - 1 {
+        let next = attention.step(model, &text[at..at + 1])?;
+        if at + 1 >= prompt.len() {
+            text.extend(next);
+        }
+    }
+    Ok(text.split_off(prompt.len()))
+}

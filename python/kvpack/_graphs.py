@@ -1,0 +1,163 @@
+"""Decoding steps of models of transformers in CUDA graphs: see ``kvpack.hf.use_graphs``."""
+
+import functools
+
+import torch
+
+from ._kvpack import Error
+
+_CACHES = ("past_key_values", "cache")  # versions of transformers differ
+_COPIED = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
+
+
+class Graphs:
+    """The forward pass of a decoder, replayed from graphs where a batch decodes one token each.
+
+    A graph belongs to a cache and to a number of steps (``kvpack.Step.graph``). The first step of a number runs without
+    a graph, so that libraries allocate what they need; the second is captured.
+    """
+
+    def __init__(self, decoder, new_tokens):
+        self.decoder = decoder
+        self.forward = decoder.forward
+        self.new_tokens = new_tokens
+        self.refused = None
+        """Why the model runs without graphs, if it cannot be captured."""
+
+        @functools.wraps(self.forward)
+        def forward(*args, **kwargs):
+            return self.run(args, kwargs)
+
+        decoder.forward = forward
+
+    def remove(self):
+        del self.decoder.forward
+
+    def run(self, args, kwargs):
+        held, tensors = self.parts(args, kwargs)
+        step = None if held is None else self.begin(held, tensors, kwargs)
+        kept = None if step is None else self.kept(held, step, tensors, kwargs)
+        if kept is None:
+            return self.forward(*args, **kwargs)
+        try:
+            for name, to in kept.inputs.items():
+                to.copy_(tensors[name])
+            held.open(step)
+            kept.graph.replay()
+            self.finish(step)
+            step.commit()
+            held.seen += 1
+        finally:
+            held.close()
+            step.abandon()  # does nothing after the commit
+        cache = next(kwargs[name] for name in _CACHES if kwargs.get(name) is not None)
+        return kept.kind(last_hidden_state=kept.hidden.clone(), **dict.fromkeys(kept.caches, cache))
+
+    def parts(self, args, kwargs):
+        """What holds the cache, and the tensors of the call, if it is one that a graph may replay."""
+        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        held = getattr(cache, "held", None)
+        tensors = {name: kwargs[name] for name in _COPIED if kwargs.get(name) is not None}
+        first = tensors.get("input_ids", tensors.get("inputs_embeds"))
+        known = {*_CACHES, *_COPIED, "attention_mask", "use_cache", "return_dict"}
+        others = any(value is not None and value is not False for name, value in kwargs.items() if name not in known)
+        if self.refused or args or others or first is None or first.shape[1] != 1 or not self.fits(first):
+            return None, {}
+        if held is None or held.cache is None or held.batch() != first.shape[0]:
+            return None, {}
+        if "position_ids" not in tensors:
+            tensors["position_ids"] = torch.full((1, 1), held.seen, dtype=torch.long, device=first.device)
+        return held, tensors
+
+    def begin(self, held, tensors, kwargs):
+        """The step of the call, if a graph may hold it."""
+        rows = next(iter(tensors.values())).shape[0]
+        if self.new_tokens(kwargs.get("attention_mask"), held.batch(), 1) != [1] * rows:
+            return None
+        held.abandon()
+        step = held.cache.begin(held.slots)
+        number = self.number(step)
+        shapes = tuple((name, tuple(of.shape), of.dtype) for name, of in tensors.items())
+        if number is None:
+            step.abandon()
+            return None
+        held.note(number, self.anew(step))
+        held.key = (number, shapes)
+        return step
+
+    def kept(self, held, step, tensors, kwargs):
+        """The graph of the step, captured if need be; None where the step runs without."""
+        key = held.key
+        if key in held.graphs and key[0] not in held.stale:
+            return held.graphs[key]
+        if key not in held.known:
+            held.known.add(key)
+            step.abandon()
+            return None
+        kept = Kept(step, {name: of.clone() for name, of in tensors.items()})
+        given = {**kwargs, **kept.inputs, "attention_mask": None}
+
+        def layers():
+            kept.take(self.forward(**given))
+
+        held.open(step)
+        try:
+            kept.graph = self.capture(layers)
+        except Exception as failed:  # of any kernel of the model; it runs without graphs from now on
+            self.refused = f"{type(failed).__name__}: {failed}"
+            step.abandon()
+            return None
+        finally:
+            held.close()
+        for other in [other for other in held.graphs if other[0] == key[0]]:
+            del held.graphs[other]  # of memory that is bound no longer
+        held.stale.discard(key[0])
+        held.graphs[key] = kept
+        return kept
+
+    # What a test without a card does otherwise.
+
+    def fits(self, tensor):
+        return tensor.is_cuda and not torch.is_grad_enabled() and not torch.cuda.is_current_stream_capturing()
+
+    def number(self, step):
+        return step.graph
+
+    def anew(self, step):
+        return step.bound_anew
+
+    def capture(self, layers):
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            layers()
+        return graph
+
+    def finish(self, step):
+        step.replayed()
+
+
+class Kept:
+    """A graph, and what it reads and writes: the step keeps the memory of the cache. It does not keep the cache of
+    transformers, which keeps the graph: nothing would free either at once."""
+
+    def __init__(self, step, inputs):
+        self.step, self.inputs = step, inputs
+        self.graph = self.hidden = self.kind = None
+        self.caches = []
+
+    def take(self, output):
+        """Takes what the decoder returned."""
+        found = {name for name, value in output.items() if value is not None}
+        others = found - {"last_hidden_state", *_CACHES}
+        if others:
+            raise Error(f"the decoder returns {', '.join(sorted(others))} as well, which no graph keeps")
+        self.kind, self.hidden = type(output), output.last_hidden_state
+        self.caches = sorted(found & set(_CACHES))
+
+
+def why(graphs):
+    """The text for a model that cannot be captured."""
+    if graphs is None:
+        raise Error("the model uses no graphs; call kvpack.hf.use_graphs(model)")
+    return graphs.refused
