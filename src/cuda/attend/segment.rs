@@ -9,9 +9,9 @@ use super::kernel::SegmentKernel;
 use super::launch::{AttendCall, Launch};
 use super::logits::Logits;
 use super::parts::{ItemQueries, SegmentParts};
-use super::run_variant::{BLOCK_ROWS, RunVariant};
+use super::run_variant::RunVariant;
 use super::scratch::{SegmentTables, Sizing};
-use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, RUN_TOKEN_RATE, TOKEN_RATE, Wave};
+use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, TOKEN_RATE, WORK_TIME, Wave};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -74,7 +74,10 @@ impl PlannedLaunch {
         let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
         let (kernel, wave, most) = match parts.queries {
             ItemQueries::Few(queries) => best_attend(facts, shape, pages, (queries, logits), &tiles)?,
-            ItemQueries::Many(queries) => of_run(facts, shape, pages, (queries, logits), &tiles),
+            ItemQueries::Many(queries) => {
+                let run = RunVariant::new(pages, queries * shape.group(), facts);
+                run.map(|run| of_run(facts, shape, run.with_logits(logits).with_item_rows(parts.most_rows), &tiles))
+            }
         }
         .ok_or_else(|| Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) })?;
         // Extremes of the queries of a span's run are contiguous.
@@ -142,24 +145,19 @@ impl PlannedLaunch {
             return 1;
         }
         let runs: Vec<usize> = self.items.chunk_by(|a, b| a.row == b.row).map(<[Item]>::len).collect();
-        let mut rows: Vec<u32> = self.items.iter().map(|item| item.row).collect();
-        rows.sort_unstable();
-        rows.dedup();
+        let mut has_row = vec![false; self.items.iter().map(|item| item.row as usize + 1).max().unwrap_or(0)];
+        self.items.iter().for_each(|item| has_row[item.row as usize] = true);
         // There are more runs than rows, so the spans of a query are not contiguous.
-        if rows.len() < runs.len() { 1 } else { self.wave.cluster(&runs) }
+        let rows = has_row.iter().filter(|&&has| has).count();
+        if rows < runs.len() { 1 } else { self.wave.cluster(&runs) }
     }
 
     /// Long items come first, so that none begins when the others end. Those of a cluster stay together.
     pub(super) fn order_items(&mut self) {
         if self.cluster == 1 {
-            // Words are sorted in place of items, which are several times as long; of as many tokens in their order.
-            let key = |(place, item): (usize, &Item)| u64::from(!item.tokens) << 32 | place as u64;
-            let mut keys: Vec<u64> = self.items.iter().enumerate().map(key).collect();
-            if !keys.is_sorted() {
-                keys.sort_unstable();
-                self.items = keys.iter().map(|&key| self.items[key as u32 as usize]).collect();
-                self.blocks = keys.iter().map(|&key| self.blocks[key as u32 as usize]).collect();
-            }
+            let order = longest_first(&self.items);
+            self.items = order.iter().map(|&place| self.items[place as usize]).collect();
+            self.blocks = order.iter().map(|&place| self.blocks[place as usize]).collect();
         }
         if matches!(self.kernel, SegmentKernel::Run(_)) {
             self.order_first_items();
@@ -255,7 +253,10 @@ impl PlannedLaunch {
         matches!(self.kernel, SegmentKernel::Run(_)) && self.items.iter().any(|item| item.states > 1)
     }
 
-    pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {
+    /// The launch of `items` items' blocks.
+    pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, items: usize) -> Result<Launch> {
+        let each = call.kv_heads as usize * call.chunks as usize * call.row_parts as usize;
+        let blocks = self.kernel.blocks(items * each, backend.kernels().facts().multiprocessors);
         Ok(Launch { kernel: self.kernel.launch(backend, pass, blocks, call.cluster)?, call, clears: None })
     }
 
@@ -264,9 +265,35 @@ impl PlannedLaunch {
         if !self.merges() {
             return Ok(None);
         }
-        let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, call.group as usize)?;
+        let queries = self.kernel.most_queries(call.group as usize);
+        let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, queries)?;
         Ok(kernel.map(|kernel| Launch { kernel, call, clears: None }))
     }
+}
+
+/// The places of the items, those of the most tokens first, and of as many tokens in their order. Prompts have many
+/// items of few lengths, so they are counted where that takes less than sorting.
+fn longest_first(items: &[Item]) -> Vec<u32> {
+    let longest = items.iter().map(|item| item.tokens as usize).max().unwrap_or(0);
+    if longest > 4 * items.len() {
+        let mut places: Vec<u32> = (0..items.len() as u32).collect();
+        places.sort_by_key(|&place| std::cmp::Reverse(items[place as usize].tokens));
+        return places;
+    }
+    let mut begins = vec![0; longest + 1];
+    items.iter().for_each(|item| begins[item.tokens as usize] += 1);
+    // Where the items of every length begin: behind those of greater lengths.
+    let mut longer = 0;
+    for place in begins.iter_mut().rev() {
+        longer += std::mem::replace(place, longer);
+    }
+    let mut places = vec![0; items.len()];
+    for (place, item) in (0u32..).zip(items) {
+        let next: &mut usize = &mut begins[item.tokens as usize];
+        places[*next] = place;
+        *next += 1;
+    }
+    places
 }
 
 /// A kernel, how its blocks fill the device, and the tiles of an item.
@@ -305,27 +332,20 @@ fn best_attend(
     Ok(best.map(|(cut, _)| cut))
 }
 
-/// The variant of `attend_run` for blocks of `queries` queries.
-fn of_run(
-    facts: &DeviceFacts,
-    shape: &AttentionShape,
-    pages: PageFormat,
-    (queries, logits): (usize, Logits),
-    tiles: &[usize],
-) -> Option<Cut> {
-    let variant = RunVariant::new(pages, queries * shape.group(), facts)?.with_logits(logits);
+/// How a variant of `attend_run` takes parts of this many tiles.
+fn of_run(facts: &DeviceFacts, shape: &AttentionShape, variant: RunVariant, tiles: &[usize]) -> Cut {
     let wave = Wave {
         multiprocessors: facts.multiprocessors,
         blocks_each: 1,
-        blocks_per_item: shape.kv_heads(),
-        tile_bytes: pages.head_bytes(),
+        blocks_per_item: shape.kv_heads() * variant.row_parts(shape.group()),
+        tile_bytes: variant.pages().head_bytes(),
         clusters: false,
-        token_rate: RUN_TOKEN_RATE * (BLOCK_ROWS / variant.rows()) as f64,
-        block_time: RUN_BLOCK_TIME,
-        state_bytes: variant.rows() * pages.head_dim * size_of::<f32>(),
+        token_rate: variant.token_rate(),
+        block_time: if variant.takes_works() { WORK_TIME } else { RUN_BLOCK_TIME },
+        state_bytes: variant.rows() * variant.pages().head_dim * size_of::<f32>(),
     };
     let (most, _) = wave.tiles_per_run_item(tiles);
-    Some((SegmentKernel::Run(variant), wave, most))
+    (SegmentKernel::Run(variant), wave, most)
 }
 
 /// Parts the items of blocks whose queries have different numbers of items of their own into items of single queries:
@@ -385,4 +405,24 @@ pub(super) fn assign_states(
         }
     }
     Ok((rows.states, (0..rows.rows.len()).filter(|&row| rows.rows[row].end == rows.rows[row].first).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytemuck::Zeroable;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Counted or sorted, items of as many tokens keep their order.
+        #[test]
+        fn items_of_the_most_tokens_are_first(
+            lengths in (1u32..3000).prop_flat_map(|longest| prop::collection::vec(1..=longest, 0..200)),
+        ) {
+            let items: Vec<Item> = lengths.iter().map(|&tokens| Item { tokens, ..Item::zeroed() }).collect();
+            let mut expected: Vec<u32> = (0..items.len() as u32).collect();
+            expected.sort_by_key(|&place| std::cmp::Reverse(lengths[place as usize]));
+            prop_assert_eq!(longest_first(&items), expected);
+        }
+    }
 }

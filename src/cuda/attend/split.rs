@@ -17,11 +17,17 @@ pub(super) const TOKEN_RATE: f64 = 780.0;
 /// The same rate for the rows of `attend_run`.
 pub(super) const RUN_TOKEN_RATE: f64 = 34.0;
 
+/// The same rate for `attend_run_pipelined`, at 128 channels.
+pub(super) const PIPELINED_TOKEN_RATE: f64 = 85.0;
+
 /// Start and end of a block.
 pub(super) const BLOCK_TIME: f64 = 3.0;
 
 /// The same time for `attend_run`, with its many queries.
 pub(super) const RUN_BLOCK_TIME: f64 = 8.0;
+
+/// The same time for a work of `attend_run_pipelined`.
+pub(super) const WORK_TIME: f64 = 4.0;
 
 /// Merging within a cluster, through memory, and by a launch of its own.
 const CLUSTER_TIME: f64 = 0.7;
@@ -173,6 +179,12 @@ type Counted = (usize, usize);
 
 /// The lengths of spans, each once: a batch has few.
 fn counted(spans: &[usize]) -> Vec<Counted> {
+    let longest = spans.iter().copied().max().unwrap_or(0);
+    if longest < spans.len() {
+        let mut counts = vec![0; longest + 1];
+        spans.iter().for_each(|&span| counts[span] += 1);
+        return counts.into_iter().enumerate().filter(|&(_, count)| count > 0).collect();
+    }
     let mut sorted = spans.to_vec();
     sorted.sort_unstable();
     sorted.chunk_by(|a, b| a == b).map(|alike| (alike[0], alike.len())).collect()
@@ -206,6 +218,14 @@ mod tests {
     fn run_wave() -> Wave {
         let rates = Wave { token_rate: RUN_TOKEN_RATE, block_time: RUN_BLOCK_TIME, ..wave(8) };
         Wave { clusters: false, state_bytes: 256 * 128 * 4, ..rates }
+    }
+
+    #[test]
+    fn lengths_are_counted() {
+        assert_eq!(counted(&[]), []);
+        assert_eq!(counted(&[7, 2, 7]), [(2, 1), (7, 2)]);
+        assert_eq!(counted(&[2, 1, 2, 2]), [(1, 1), (2, 3)]);
+        assert_eq!(counted(&[0, 0]), [(0, 2)]);
     }
 
     #[test]
