@@ -1,4 +1,5 @@
-// attend_run: many queries of a run over one span, from queries to states or outputs.
+// attend_run: many queries of a run over one span, from queries to states or outputs. On compute capability 9.0 many
+// rows over f16 pages have a kernel of their own (attend_run_pipelined.cu).
 //
 //   score_rt = q_r · k_t scale log2(e)  for from_r <= t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
 //
@@ -166,7 +167,7 @@ __device__ __forceinline__ void multiply_keys(PassProducts& products, const RunQ
     for (int f = 0; f < CHANNEL_STEPS; f++) {
 #pragma unroll
         for (int m = 0; m < PASS_STEPS; m++) {
-            const FragmentPair key = load_fragments(keys + (m * CHANNEL_STEPS + f) * LOAD_BYTES + lane * 16);
+            const FragmentPair key = load_fragments<false>(keys + m * (CHANNEL_STEPS * LOAD_BYTES), f, lane);
             multiply_f16(products[2 * m], queries.fragments[f], key.first[0], key.first[1]);
             multiply_f16(products[2 * m + 1], queries.fragments[f], key.second[0], key.second[1]);
         }
@@ -179,7 +180,7 @@ __device__ __forceinline__ void multiply_values(RunSums& sums, const u32 (&weigh
     for (int m = 0; m < PASS_STEPS; m++) {
 #pragma unroll
         for (int n = 0; n < CHANNEL_STEPS; n++) {
-            const FragmentPair value = load_fragments(values + (m * CHANNEL_STEPS + n) * LOAD_BYTES + lane * 16);
+            const FragmentPair value = load_fragments<true>(values + m * (CHANNEL_STEPS * LOAD_BYTES), n, lane);
             multiply_f16(sums.values[2 * n], weights[m], value.first[0], value.first[1]);
             multiply_f16(sums.values[2 * n + 1], weights[m], value.second[0], value.second[1]);
         }
@@ -296,8 +297,9 @@ struct BlockSums {
             }
         }
         // A row that sees nothing of the item has neither.
+        const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
 #pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) mean[i] = weight == 0.0f ? 0.0f : mean[i] / weight;
+        for (int i = 0; i < LANE_CHANNELS; i++) mean[i] *= inverse;
         return weight == 0.0f ? NO_SCORE : reference + log2_approx(weight);
     }
 };
@@ -312,28 +314,39 @@ __device__ __forceinline__ void write_rows(const AttendCall& call, const Item& i
         for (int i = 0; i < LANE_CHANNELS; i++) ranges[i] = from[32 * i];
     }
     const int end = min(first_row + PREPARED_ROWS, (int)(item.queries * call.group));
+    const bool merged = item.states > 1u;
+    const u32 query_heads = call.kv_heads * call.group;
+    // A lane knows the place of one of the rows.
+    const BlockRow of_lane = block_row(call, kv_head, first_row + lane % PREPARED_ROWS);
+    const u64 row_of_lane =
+        (u64)(merged ? item.state + of_lane.query * item.stride : item.row + of_lane.query) * query_heads + of_lane.head;
+    const u64 output_of_lane = (item.row + of_lane.query) * call.output_stride + (u64)of_lane.head * TENSOR_CHANNELS;
 #pragma unroll 4
     for (int r = first_row; r < end; r++) {
         float row[LANE_CHANNELS];
-        const float lse = sums.mean(row, r, lane);
+        float lse = sums.mean(row, r, lane);
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             row[i] *= halves_unit(VALUE_LEVEL_UNIT);
             if (VALUE_SPAN_RANGES) row[i] = __fmaf_rn(ranges[i].x, row[i] + VALUE_CENTRE, ranges[i].y);
         }
         rotate_back<true>(row, lane);
-        const BlockRow of = block_row(call, kv_head, r);
-        const u32 query_heads = call.kv_heads * call.group;
-        const u64 state = (u64)(item.state + of.query * item.stride) * query_heads + of.head;
+        const u64 at = __shfl_sync(ALL_LANES, row_of_lane, r - first_row);
+        if (merged) {
+            if (lane == 0) call.state_lse[at] = lse;
+#pragma unroll
+            for (int i = 0; i < LANE_CHANNELS; i++) call.states[at * HEAD_DIM + lane + 32 * i] = row[i];
+            continue;
+        }
+        const u32 head = __shfl_sync(ALL_LANES, of_lane.head, r - first_row);
+        const float share = output_share(call, head, lse);
+        if (lane == 0 && call.lse != nullptr) call.lse[at] = lse * 0.69314718f;
+        const u64 output = __shfl_sync(ALL_LANES, output_of_lane, r - first_row);
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
-            if (item.states == 1) {
-                write_output(call, item.row + of.query, of.head, lane + 32 * i, {row[i], lse});
-            } else {
-                call.states[state * HEAD_DIM + lane + 32 * i] = row[i];
-            }
+            if (lane + 32 * i >= TENSOR_CHANNELS) continue;
+            store_element(call.output, call.output_type, output + lane + 32 * i, row[i] * share);
         }
-        if (item.states > 1 && lane == 0) call.state_lse[state] = lse;
     }
 }
 
@@ -357,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
     // A captured launch has room for more items than a step may have.
     if (item.tokens == 0u) return;
     const TileRing ring = {shared_address(room) + RING_AT, shared_address(barriers), call.pages + item.first_page,
-                           (u64)kv_head * HEAD_BYTES, ((int)item.tokens + PIECE_TOKENS - 1) / PIECE_TOKENS};
+                           (u64)kv_head * HEAD_BYTES, ((int)item.tokens + TILE_TOKENS - 1) / TILE_TOKENS};
     ring.start();
     __syncthreads();
     // All reads above are of tables that were written before the step was launched. The data below may come from the
@@ -367,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         admit_later_kernels();
     }
     // All stages except the last lie next to the queries.
-    for (int piece = 0; piece < STAGES - RING_HOLDS_QUERIES; piece++) ring.issue(piece);
+    for (int tile = 0; tile < STAGES - RING_HOLDS_QUERIES; tile++) ring.issue(tile);
 
     for (int row = threadIdx.x; row < ROWS; row += WARPS * 32) {
         const int seen = item.seen + (int)min((u32)row / call.group, item.queries - 1u);
@@ -387,15 +400,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
         ring.issue(STAGES - 1);
     }
     const int units = ((int)item.tokens + UNIT_TOKENS - 1) / UNIT_TOKENS;
-    constexpr int piece_units = TILE_UNITS / TILE_PIECES;
     const auto unpack = [&](int unit) {
-        const int piece = unit / piece_units;
-        ring.wait(piece);
-        unpack_unit(shared_address(room) + unit % 2 * HALVES_BYTES, ring.stage(piece), unit % TILE_UNITS, warp, lane);
+        const int tile = unit / TILE_UNITS;
+        ring.wait(tile);
+        unpack_unit(shared_address(room) + unit % 2 * HALVES_BYTES, ring.stage(tile), unit % TILE_UNITS, warp, lane);
     };
-    // Loads the next piece into the place of this unit's piece, once its last unit was read.
+    // Loads the next tile into the place of this unit's tile, once its last unit was read.
     const auto issue_after = [&](int unit) {
-        if (unit % piece_units == piece_units - 1) ring.issue(unit / piece_units + STAGES);
+        if (unit % TILE_UNITS == TILE_UNITS - 1) ring.issue(unit / TILE_UNITS + STAGES);
     };
     if constexpr (UNPACKS) {
         unpack(0);

@@ -30,6 +30,15 @@ __device__ __forceinline__ ItemState with_sink(const AttendCall& call, u32 head,
 // Log-sum-exps below this are of queries that see no token (attend_run.cu gives them −1e30): their output is 0.
 constexpr float LEAST_LSE = -1e29f;
 
+// What turns the mean of a row's values into its output: the share that a sink leaves, or 0 if it sees no token. `lse` is
+// that of the row without the sink and becomes that of the output.
+__device__ __forceinline__ float output_share(const AttendCall& call, u32 head, float& lse) {
+    const ItemState state = with_sink(call, head, {1.0f, lse});
+    const bool sees = state.lse >= LEAST_LSE;
+    lse = sees ? state.lse : -__int_as_float(0x7f800000);
+    return sees ? state.out : 0.0f;
+}
+
 // Channels beyond those of the output are skipped.
 __device__ __forceinline__ void write_output(const AttendCall& call, u32 row, u32 head, u32 channel,
                                              ItemState without_sink) {

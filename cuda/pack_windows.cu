@@ -41,11 +41,12 @@ constexpr bool RANGES_SPAN_TOKENS = SPAN_RANGES<VALUE> || (TILE_RANGES<VALUE> &&
 // An element of a tile of f16: the inverse of `field_of`.
 template <bool VALUE>
 __device__ __forceinline__ float f16_element(const u8* part, u32 token, u32 channel) {
-    const u32 load = token / 16 * (HEAD_DIM / 16) + channel / 16;
-    const u32 row = VALUE ? channel : token;
-    const u32 column = VALUE ? token : channel;
-    const u32 unit = load * 128 + row % 8 * 16 + column % 8 / 2 * 4 + row / 8 % 2 + 2 * (column / 8 % 2);
-    return half_value(((const u16*)(part + (VALUE ? F16_TILE_BYTES : 0)))[2 * unit + column % 2]);
+    const u16* const tile = (const u16*)(part + (VALUE ? F16_TILE_BYTES : 0));
+    if (VALUE) {
+        const u32 matrix = token / 16 * (HEAD_DIM / 4) + channel / 8 * 2 + token / 8 % 2;
+        return half_value(tile[matrix * 64 + channel % 8 * 8 + token % 8]);
+    }
+    return half_value(tile[(token / 8 * (HEAD_DIM / 8) + channel / 8) * 64 + token % 8 * 8 + channel % 8]);
 }
 
 template <bool VALUE>

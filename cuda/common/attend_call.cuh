@@ -85,6 +85,10 @@ struct AttendCall {
     u32 early;
     // The soft cap, times log2(e), where CAPPED.
     float soft_cap;
+    // Items that tables have room for, and parts of their rows that a block takes one after the other
+    // (attend_run_pipelined.cu).
+    u32 item_room;
+    u32 row_parts;
 };
 
 // One head's output over an item, and the base-2 log-sum-exp of its scores.

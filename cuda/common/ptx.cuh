@@ -126,8 +126,38 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ void barrier_init(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+// A barrier whose phases end after as many arrivals.
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals = 1u) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits until `threads` threads have arrived at a barrier of the block that is known by its number, this one included;
+// or arrives without waiting.
+__device__ __forceinline__ void group_sync(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void group_arrive(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Gives registers of the calling warpgroup back, or takes some that others gave back, so that its threads have COUNT.
+template <int COUNT>
+__device__ __forceinline__ void shrink_registers() {
+#if WARPGROUPS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+template <int COUNT>
+__device__ __forceinline__ void grow_registers() {
+#if WARPGROUPS
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
 }
 
 // Makes this thread's writes to shared memory visible to the copy engine and the tensor cores: barriers that bulk
@@ -166,6 +196,15 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
             to),
         "l"(from), "r"(bytes), "r"(barrier), "l"(once)
         : "memory");
+}
+
+// The same for bytes that other blocks read, too.
+__device__ __forceinline__ void copy_bulk_shared(u32 to, const void* from, u32 bytes, u32 barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+#endif
 }
 
 // Lets the next kernel of the stream begin, if it was launched with programmatic serialisation.
@@ -231,6 +270,16 @@ __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 #endif
+}
+
+// Loads four 8×8 matrices of halves as fragments: row k of matrix j is at the address of lane 8 j + k.
+__device__ __forceinline__ uint4 load_matrices(u32 from) {
+    uint4 words;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(from)
+                 : "memory");
+    return words;
 }
 
 __device__ __forceinline__ uint4 load_shared_16(u32 from) {

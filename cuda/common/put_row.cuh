@@ -30,11 +30,17 @@ struct SlotUnits {
     __device__ __forceinline__ u32 first_load() const { return slot / RUN * BLOCKS / PLANES; }
 
     __device__ __forceinline__ u32 count() const {
+        if constexpr (FORMAT_BITS<VALUE> == 16) return VALUE ? HEAD_DIM : HEAD_DIM / 2;
         return ((slot / RUN * BLOCKS + BLOCKS - 1) / PLANES - first_load() + 1) * PER_LOAD;
     }
 
-    // Unit i of them: lane 4 g + c of a load and register r. The slot fixes some of these numbers.
+    // Unit i of them: lane 4 g + c of a load and register r. The slot fixes some of these numbers. Of halves it is a
+    // pair of channels of the slot, or a pair of slots of a channel.
     __device__ __forceinline__ u32 unit(u32 i) const {
+        if constexpr (FORMAT_BITS<VALUE> == 16) {
+            if (VALUE) return slot / 16 * (8 * HEAD_DIM) + i / 8 * 64 + slot % 16 / 8 * 32 + i % 8 * 4 + slot % 8 / 2;
+            return slot / 8 * (4 * HEAD_DIM) + i / 4 * 32 + slot % 8 * 4 + i % 4;
+        }
         const u32 load = first_load() + i / PER_LOAD;
         const u32 half = slot % 16 / 8;
         const u32 g = VALUE ? i % 8 : slot % 8;

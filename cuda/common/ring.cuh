@@ -1,14 +1,17 @@
 // The ring of stages of one warp: keys, values and ranges of the steps in flight.
 //
 // With BULK_COPIES (compute capability 9.0) lane 0 lets the copy engine fetch whole parts of a tile, whose arrival in
-// shared memory a barrier signals. Otherwise every lane copies exactly the 16 bytes of each load that it will read. If
-// only extremes of scores are needed, values are not copied.
+// shared memory a barrier signals. Otherwise every lane copies 16 bytes of each load: of codes those that it will
+// read. If only extremes of scores are needed, values are not copied.
 
 #pragma once
 
 #include "common/calibration.cuh"
 
 static_assert(HEAD_BYTES % LINE_BYTES == 0, "parts of a page must begin at a line");
+
+// Ranges and matrices of halves are read by other lanes than those that copied them.
+constexpr bool SHARED_BY_LANES = KEY_TILE_RANGES || VALUE_TILE_RANGES || KEY_BITS == 16 || VALUE_BITS == 16;
 
 struct Ring {
     // Address of the first stage in shared memory.
@@ -100,13 +103,12 @@ struct Ring {
             barrier_wait(barriers + 8 * index, turn & 1u);
         } else {
             copies_wait<STAGES - 1>();
-            // Ranges are read by other lanes than those that copied them.
-            if (KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
+            if (SHARED_BY_LANES) __syncwarp();
         }
     }
 
     // All lanes have read the stage that is loaded next.
     __device__ __forceinline__ void release() const {
-        if (BULK_COPIES || KEY_TILE_RANGES || VALUE_TILE_RANGES) __syncwarp();
+        if (BULK_COPIES || SHARED_BY_LANES) __syncwarp();
     }
 };

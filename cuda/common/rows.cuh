@@ -119,9 +119,13 @@ __device__ __forceinline__ Field field_of(u32 unit, u32 i) {
     const u32 c = unit >> 2 & 3u;
     const u32 g = unit >> 4 & 7u;
     const u32 load = unit >> 7;
+    // Of a matrix of halves.
+    const u32 matrix = unit >> 5;
+    const u32 row = unit >> 2 & 7u;
+    const u32 column = 2 * (unit & 3u) + i;
     if constexpr (VALUE && VALUE_BITS == 16) {
-        return {16 * (load / VALUE_BLOCKS) + 2 * c + 8 * (r >> 1) + i, 16 * (load % VALUE_BLOCKS) + g + 8 * (r & 1u),
-                16 * i};
+        constexpr u32 matrices = HEAD_DIM / 4;
+        return {16 * (matrix / matrices) + 8 * (matrix & 1u) + column, matrix % matrices / 2 * 8 + row, 16 * i};
     } else if constexpr (VALUE) {
         const u32 byte = i & 3u;
         const u32 plane = i >> 2;
@@ -129,8 +133,8 @@ __device__ __forceinline__ Field field_of(u32 unit, u32 i) {
         return {32 * (block / VALUE_BLOCKS) + 16 * (byte & 1u) + 2 * c + 8 * (r >> 1) + (byte >> 1),
                 16 * (block % VALUE_BLOCKS) + g + 8 * (r & 1u), 8 * byte + plane_bits * plane};
     } else if constexpr (KEY_BITS == 16) {
-        return {16 * (load / KEY_BLOCKS) + g + 8 * (r & 1u), 16 * (load % KEY_BLOCKS) + 8 * (r >> 1) + 2 * c + i,
-                16 * i};
+        constexpr u32 matrices = HEAD_DIM / 8;
+        return {8 * (matrix / matrices) + row, matrix % matrices * 8 + column, 16 * i};
     } else {
         const u32 lane = i & 3u;
         const u32 plane = i >> 2;

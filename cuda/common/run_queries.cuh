@@ -42,9 +42,28 @@ __device__ __forceinline__ BlockRow block_row(const AttendCall& call, u32 kv_hea
     return {row / call.group, kv_head * call.group + row % call.group};
 }
 
+// Bytes from the queries' beginning to a channel of the first row, and from there to the same channel of row `row`.
+__device__ __forceinline__ u32 channel_bytes(int channel) {
+    const ChannelPlace place = channel_place(channel % 16);
+#if WARPGROUPS
+    return (channel / 16 * (GROUP_ROWS / 4) + place.second) * 128 + place.column * 4 + place.high * 2;
+#else
+    return (channel / 16 * 32 + place.column) * 16 + place.second * 8 + place.high * 2;
+#endif
+}
+
+__device__ __forceinline__ u32 row_bytes(int row) {
+    const u32 group = row / GROUP_ROWS * GROUP_QUERY_ROOM;
+#if WARPGROUPS
+    return group + row % GROUP_ROWS / 8 * 256 + row % 8 * 16;
+#else
+    return group + row % 8 * 64 + row % GROUP_ROWS / 8 * 4;
+#endif
+}
+
 // Stores the channels of a row, lane + 32 · i in `row`, at the place of its fragments: as halves up to 2^15. 16-bit
 // queries stay exact, since the factor is a power of two. Returns the inverse of the factor.
-__device__ __forceinline__ float put_query(u8* queries, int row, const float (&channels)[LANE_CHANNELS], int lane) {
+__device__ __forceinline__ float put_query(u8* to, const u32 (&places)[LANE_CHANNELS], const float (&channels)[LANE_CHANNELS]) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) largest = fmaxf(largest, fabsf(channels[i]));
@@ -53,18 +72,7 @@ __device__ __forceinline__ float put_query(u8* queries, int row, const float (&c
     const u32 exponent = min(max(__float_as_uint(largest) >> 23, 40u), 240u) - 14u;
     const float factor = __uint_as_float((254u - exponent) << 23);
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) {
-        const int channel = lane + 32 * i;
-        const ChannelPlace place = channel_place(channel % 16);
-#if WARPGROUPS
-        const int matrix = channel / 16 * (GROUP_ROWS / 4) + row % GROUP_ROWS / 8 * 2 + place.second;
-        const int word = matrix * 32 + row % 8 * 4 + place.column;
-#else
-        const int word = (channel / 16 * 32 + row % 8 * 4 + place.column) * 4 + row % GROUP_ROWS / 8 + 2 * place.second;
-#endif
-        u16* const of_group = (u16*)(queries + row / GROUP_ROWS * GROUP_QUERY_ROOM);
-        of_group[2 * word + place.high] = (u16)half_bits(channels[i] * factor);
-    }
+    for (int i = 0; i < LANE_CHANNELS; i++) *(u16*)(to + places[i]) = (u16)half_bits(channels[i] * factor);
     return __uint_as_float(exponent << 23);
 }
 
@@ -74,10 +82,12 @@ template <typename Bits>
 __device__ __forceinline__ void load_rows(u32 (&rows)[ROWS_AT_ONCE][LANE_CHANNELS], const AttendCall& call, const Item& item,
                                           u32 kv_head, int first, int lane) {
     const u32 last = item.queries * call.group - 1u;
+    // A lane knows the place of one of the rows.
+    const BlockRow of = block_row(call, kv_head, min((u32)(first + lane % ROWS_AT_ONCE), last));
+    const u64 of_lane = (item.row + of.query) * call.query_stride + (u64)of.head * TENSOR_CHANNELS;
 #pragma unroll
     for (int r = 0; r < ROWS_AT_ONCE; r++) {
-        const BlockRow of = block_row(call, kv_head, min((u32)(first + r), last));
-        const u64 at = (item.row + of.query) * call.query_stride + (u64)of.head * TENSOR_CHANNELS + lane;
+        const u64 at = __shfl_sync(ALL_LANES, of_lane, r) + lane;
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             rows[r][i] = lane + 32 * i < TENSOR_CHANNELS ? ((const Bits*)call.queries)[at + 32 * i] : 0u;
@@ -94,6 +104,9 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) ranges[i] = from[32 * i];
     }
+    u32 places[LANE_CHANNELS];
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) places[i] = channel_bytes(lane + 32 * i);
 #pragma unroll 1
     for (int first = first_row; first < first_row + PREPARED_ROWS; first += ROWS_AT_ONCE) {
         u32 rows[ROWS_AT_ONCE][LANE_CHANNELS];
@@ -117,7 +130,7 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
                 }
                 base = warp_sum(base) * call.score_scale;
             }
-            const float factor = put_query(queries, first + r, row, lane);
+            const float factor = put_query(queries + row_bytes(first + r), places, row);
             if (lane == 0) constants[first + r] = {factor * call.score_scale * halves_unit(KEY_LEVEL_UNIT), base};
         }
     }

@@ -90,7 +90,7 @@ __device__ __forceinline__ void sum_halves(float (&sums)[2 * LANE_HEADS], const 
     float products[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int f = 0; f < KEY_BLOCKS; f++) {
-        const uint4 load = load_shared_16(keys.at + (m * KEY_BLOCKS + f) * LOAD_BYTES + lane * 16);
+        const uint4 load = load_key_halves(keys.at + m * (KEY_BLOCKS * LOAD_BYTES), f, lane);
         const u32 a[4] = {load.x, load.y, load.z, load.w};
         multiply_f16(products, a, query.fragments[2 * f], query.fragments[2 * f + 1]);
         if (WIDE) multiply_f16(products, a, query.low(2 * f), query.low(2 * f + 1));

@@ -5,6 +5,10 @@
 // or 16 by 16 of f16 keys and of values. A load holds one block for each bit plane (two for values, from neighbouring
 // blocks of 16 tokens), counted channels first. At 3 bits the loads of the low two bits are followed by those of the
 // top bits, which have eight planes.
+//
+// Tiles of f16 are matrices of 8 rows by 8 halves, 128 bytes each: what `wgmma` reads where it lies, and `ldmatrix` as
+// fragments. Rows are tokens for keys, [8 tokens][8 channels], and channels for values,
+// [16 tokens][8 channels][8 tokens].
 
 #pragma once
 
@@ -39,6 +43,9 @@ constexpr int LOAD_BYTES = 512;
 constexpr int BLOCK_TOKENS = 16;
 // Channels of a lane when a warp holds a row: lane, lane + 32, …
 constexpr int LANE_CHANNELS = HEAD_DIM / 32;
+
+// Bytes of a matrix of 8 × 8 halves.
+constexpr int MATRIX_BYTES = 128;
 
 // Keys: channels of a block, blocks of 16 tokens, blocks of one load.
 constexpr int KEY_CHANNELS = KEY_BITS == 16 ? 16 : 32;
@@ -94,3 +101,15 @@ constexpr u32 TOPS_AT = TILE_TOKENS * HEAD_DIM * 2 / 8;
 constexpr u32 KEY_RANGES_AT = VALUES_AT + VALUE_TILE_BYTES;
 constexpr u32 VALUE_RANGES_AT = KEY_RANGES_AT + KEY_RANGE_BYTES;
 constexpr u32 HEAD_BYTES = VALUE_RANGES_AT + VALUE_RANGE_BYTES;
+
+// A fragments of 16 tokens by 16 channels of f16 keys, and of 16 channels by 16 tokens of f16 values. `from` is where
+// the 16 tokens begin in shared memory; each lane names a row of a matrix.
+__device__ __forceinline__ uint4 load_key_halves(u32 from, int f, int lane) {
+    const int r = lane / 8;
+    return load_matrices(from + r % 2 * (HEAD_DIM * 16) + (2 * f + r / 2) * MATRIX_BYTES + lane % 8 * 16);
+}
+
+__device__ __forceinline__ uint4 load_value_halves(u32 from, int n, int lane) {
+    const int r = lane / 8;
+    return load_matrices(from + (4 * n + r % 2 * 2 + r / 2) * MATRIX_BYTES + lane % 8 * 16);
+}

@@ -18,16 +18,14 @@
 #include "common/attend_call.cuh"
 #include "common/level_bytes.cuh"
 
-// False if tiles are read directly: a single warp multiplies f16 tiles in place.
-constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16 || WARPGROUPS;
+// False if tiles are read directly: f16 tiles are multiplied in place.
+constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16;
 // Steps of 16 channels, which one MMA multiplies.
 constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
 // Tokens that are unpacked together. With WARPGROUPS a warpgroup multiplies 64 of them at a time, and TOKEN_PARTS
 // warpgroups share their rows. Otherwise blocks have more rows, whose queries need the room.
 constexpr int UNIT_TOKENS = WARPGROUPS ? 64 * TOKEN_PARTS : TILE_TOKENS;
 constexpr int TILE_UNITS = TILE_TOKENS / UNIT_TOKENS;
-static_assert(TILE_PIECES == 1 || TILE_PIECES == TILE_UNITS, "a stage holds a tile or a unit");
-constexpr u32 KEY_PIECE_BYTES = KEY_TILE_BYTES / TILE_PIECES;
 // Keys and values of one unit.
 constexpr u32 HALVES_BYTES = 2 * UNIT_TOKENS * HEAD_DIM * 2;
 // Two units of halves precede the ring. With WARPGROUPS the queries lie between them and the ring, otherwise in the
@@ -154,10 +152,16 @@ struct FragmentPair {
     u32 second[2];
 };
 
-__device__ __forceinline__ FragmentPair load_fragments(u32 from) {
-    const uint4 words = load_shared_16(from);
-    if (UNPACKS) return {{words.x, words.y}, {words.z, words.w}};
-    return {{words.x, words.z}, {words.y, words.w}};
+// Of 16 tokens, which begin at `from`, those of step f of the channels.
+template <bool VALUE>
+__device__ __forceinline__ FragmentPair load_fragments(u32 from, int f, int lane) {
+    if constexpr (UNPACKS) {
+        const uint4 words = load_shared_16(from + f * LOAD_BYTES + lane * 16);
+        return {{words.x, words.y}, {words.z, words.w}};
+    } else {
+        const uint4 words = VALUE ? load_value_halves(from, f, lane) : load_key_halves(from, f, lane);
+        return {{words.x, words.z}, {words.y, words.w}};
+    }
 }
 
 // The place of 16 tokens by 16 channels of keys in a unit. `m` counts within the tile.
@@ -168,16 +172,16 @@ __device__ __forceinline__ u32 keys_at(int m, int f) {
 
 // Unpacks keys of 16 tokens, every `step`-th block of channels from `first` on. Loads of keys are at `from`.
 __device__ __forceinline__ void unpack_keys(u32 to, u32 from, u32 ranges, int m, int first, int step, int lane) {
-    from += lane * 16;
     if constexpr (KEY_BITS == 16) {
 #pragma unroll 1
         for (int f = first; f < CHANNEL_STEPS; f += step) {
-            const uint4 load = load_shared_16(from + (m * CHANNEL_STEPS + f) * LOAD_BYTES);
+            const uint4 load = load_key_halves(from + m * (CHANNEL_STEPS * LOAD_BYTES), f, lane);
             const u32 words[4] = {load.x, load.y, load.z, load.w};
             store_fragments(to + keys_at(m, f), words, lane);
         }
         return;
     }
+    from += lane * 16;
     const int g = lane >> 2;
     const int c = lane & 3;
     RangePair of_tokens[2];
@@ -228,7 +232,6 @@ __device__ __forceinline__ u32 values_at(int m, int n) {
 
 // Unpacks values of 32 tokens, every `step`-th block of 16 channels from `first` on. Loads of values are at `from`.
 __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int run, int first, int step, int lane) {
-    from += lane * 16;
     const int g = lane >> 2;
     const int c = lane & 3;
     const auto token = [&](int half, int r) { return 32 * run + 16 * half + 8 * (r / 2) + 2 * c; };
@@ -242,17 +245,17 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int 
         if constexpr (VALUE_BITS == 16) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const uint4 load = load_shared_16(from + ((2 * run + half) * VALUE_BLOCKS + n) * LOAD_BYTES);
+                const uint4 load = load_value_halves(from + (2 * run + half) * (VALUE_BLOCKS * LOAD_BYTES), n, lane);
                 const u32 words[4] = {load.x, load.y, load.z, load.w};
                 store_fragments(to + values_at(2 * run + half, n), words, lane);
             }
             continue;
         }
         const int block = run * VALUE_BLOCKS + n;
-        const uint4 load = load_shared_16(from + block / VALUE_PLANES * LOAD_BYTES);
+        const uint4 load = load_shared_16(from + block / VALUE_PLANES * LOAD_BYTES + lane * 16);
         u32 packed[4] = {load.x, load.y, load.z, load.w};
         if constexpr (VALUE_BITS == 3) {
-            const uint4 top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES);
+            const uint4 top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES + lane * 16);
             three_bit_block(packed, load, top, block);
         }
         const int shift = VALUE_BITS == 3 || VALUE_LEVELS ? 0 : VALUE_BITS * (block % VALUE_PLANES);
@@ -285,18 +288,13 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int 
     }
 }
 
-// Unpacks unit `unit` of a tile to halves at `to`, with all warps of the block. Its stage, at `stage`, holds the tile
-// or that unit alone.
+// Unpacks unit `unit` of the tile in stage `stage` to halves at `to`, with all warps of the block.
 __device__ __forceinline__ void unpack_unit(u32 to, u32 stage, int unit, int warp, int lane) {
     constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
     constexpr int runs = UNIT_TOKENS / 32;
     static_assert(WARPS % steps == 0 && WARPS % runs == 0, "a warp stays with its tokens");
-    // The address at which the loads of the tile would begin.
-    const u32 before = (TILE_PIECES > 1 ? unit : 0) * KEY_PIECE_BYTES;
-    const u32 keys = stage - before;
-    const u32 values = stage + KEY_PIECE_BYTES - before;
-    unpack_keys(to, keys, stage + KEY_RANGES_AT, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
-    unpack_values(to + HALVES_BYTES / 2, values, stage + VALUE_RANGES_AT, unit * runs + warp % runs, warp / runs,
+    unpack_keys(to, stage, stage + KEY_RANGES_AT, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
+    unpack_values(to + HALVES_BYTES / 2, stage + VALUES_AT, stage + VALUE_RANGES_AT, unit * runs + warp % runs, warp / runs,
                   WARPS / runs, lane);
     // The tensor cores read the halves asynchronously.
     if (WARPGROUPS) shared_visible();

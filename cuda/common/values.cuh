@@ -42,7 +42,7 @@ __device__ __forceinline__ void pass_halves(float (&sums)[VALUE_BLOCKS][4], u32 
     for (int m = 0; m < PASS_BLOCKS; m++) {
 #pragma unroll
         for (int block = 0; block < VALUE_BLOCKS; block++) {
-            const uint4 load = load_shared_16(values + (m * VALUE_BLOCKS + block) * LOAD_BYTES + lane * 16);
+            const uint4 load = load_value_halves(values + m * (VALUE_BLOCKS * LOAD_BYTES), block, lane);
             const u32 a[4] = {load.x, load.y, load.z, load.w};
             multiply_f16(sums[block], a, weights[m][0], weights[m][1]);
         }

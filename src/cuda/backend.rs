@@ -249,7 +249,7 @@ impl Storage for Cuda {
     }
 
     fn span_layout(&self) -> &'static str {
-        "cuda"
+        "cuda with matrices of halves"
     }
 
     fn store_bytes(&self, store: &Store) -> u64 {

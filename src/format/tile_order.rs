@@ -21,8 +21,12 @@ pub enum TileOrder {
     /// | key of 8, 4, 2 bits | 16 tokens × 32 channels | token `16m + g + 8(r & 1)`, channel `32f + 16(r >> 1) + 4c + e`, at bit `8e + bits · j` |
     /// | key of 1 bit | the same | the same, at bit `4e + j % 4 + 16(j / 4)` |
     /// | value of 8, 4, 2, 1 bits | 32 tokens × 16 channels | token `32m + 16(e & 1) + 8(r >> 1) + 2c + (e >> 1)`, channel `16f + g + 8(r & 1)`, at bit `8e + bits · j` |
-    /// | key in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + g + 8(r & 1)`, channel `16f + 8(r >> 1) + 2c + e` |
-    /// | value in f16, half `e` of word `r` | 16 × 16, one to a load | token `16m + 8(r >> 1) + 2c + e`, channel `16f + g + 8(r & 1)` |
+    ///
+    /// Tiles of f16 are matrices of 8 rows by 8 halves, one row after the other, 128 bytes each: the operands of `wgmma`
+    /// in shared memory, and of `ldmatrix`, which makes fragments of them. With `channels` as stored, the key of `token`
+    /// and `channel` is in matrix `token / 8 · channels / 8 + channel / 8`, row `token % 8`, column `channel % 8`; the
+    /// value is in matrix `(token / 16 · channels / 8 + channel / 8) · 2 + token / 8 % 2`, row `channel % 8`, column
+    /// `token % 8`.
     ///
     /// At 3 bits, the tile of the low two bits of all codes, laid out as at 2 bits, is followed by the tile of their
     /// top bits. In both, byte `e` of plane `j` begins at bit `8e + bits · j`.
@@ -167,12 +171,16 @@ const fn word(load: usize, g: usize, c: usize, r: usize) -> usize {
     (32 * load + 4 * g + c) * 4 + r
 }
 
+/// An element of a matrix of 8 × 8 halves.
+const fn half_of(matrix: usize, row: usize, column: usize) -> Field {
+    Field::within(32 * matrix + 4 * row + column / 2, 16 * (column % 2) as u32, 16)
+}
+
 const fn key_fragment(bits: usize, head_dim: usize, (token, channel): (usize, usize)) -> Field {
     let (m, g) = (token / 16, token % 8);
     if bits == 16 {
-        let (f, c, e) = (channel / 16, channel % 8 / 2, channel % 2);
-        let r = token % 16 / 8 + 2 * (channel % 16 / 8);
-        return Field::within(word(m * (head_dim / 16) + f, g, c, r), 16 * e as u32, bits);
+        let matrix = token / 8 * (head_dim / 8) + channel / 8;
+        return half_of(matrix, g, channel % 8);
     }
     let (f, c, e) = (channel / 32, channel % 16 / 4, channel % 4);
     let r = token % 16 / 8 + 2 * (channel % 32 / 16);
@@ -185,7 +193,8 @@ const fn value_fragment(bits: usize, head_dim: usize, (token, channel): (usize, 
     let (c, next) = (token % 8 / 2, token % 2);
     let r = channel % 16 / 8 + 2 * (token % 16 / 8);
     if bits == 16 {
-        return Field::within(word(token / 16 * (head_dim / 16) + f, g, c, r), 16 * next as u32, bits);
+        let matrix = token / 16 * (head_dim / 4) + channel / 8 * 2 + token / 8 % 2;
+        return half_of(matrix, g, token % 8);
     }
     let (block, planes) = (token / 32 * (head_dim / 16) + f, 8 / bits);
     let shift = 16 * next + 8 * (token % 32 / 16) + bits * (block % planes);
@@ -272,6 +281,19 @@ mod tests {
         assert_eq!(field(KeyOrValue::Key, Bits::One, 27, 86), ((4 * 3 + 1) * 4 + 3, 4 * 2 + 2 + 16));
         // Block (1, 5) is number 13: load 6 and plane 1 of 2. Token 32 + 16 + 8 + 2 · 2 + 1, channel 80 + 3 + 8.
         assert_eq!(field(KeyOrValue::Value, Bits::Four, 61, 91), ((6 * 32 + 4 * 3 + 2) * 4 + 3, 8 * 3 + 4));
+    }
+
+    /// Rows of matrices are tokens for keys, and channels for values.
+    #[test]
+    fn halves_are_in_matrices() {
+        let field = |which, token, channel| {
+            let field = TileOrder::MmaFragment.field(which, &TensorFormat::F16, 80, token, channel).unwrap();
+            (field.word, field.shift)
+        };
+        // 96 channels are stored: matrix 3 · 12 + 5, row 3, column 7.
+        assert_eq!(field(KeyOrValue::Key, 27, 47), (32 * 41 + 4 * 3 + 3, 16));
+        // Matrix (12 + 5) · 2 + 1, row 7, column 3.
+        assert_eq!(field(KeyOrValue::Value, 27, 47), (32 * 35 + 4 * 7 + 1, 16));
     }
 
     /// Low bits as at 2 bits, followed by top bits in planes of one bit.

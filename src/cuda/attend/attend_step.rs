@@ -7,8 +7,8 @@ use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
 use super::logits::{Logits, TokenMask};
-use super::parts::{SegmentParts, few_queries, least_rows, many_queries, query_blocks};
-use super::run_variant::RunVariant;
+use super::parts::{RunRows, SegmentParts, few_queries, query_blocks};
+use super::run_variant::{RunVariant, WORK_COUNTER_BYTES, item_rows};
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
 use super::segment::{PlannedLaunch, assign_states};
 use super::variant::{AttendVariant, ScorePass};
@@ -19,7 +19,7 @@ use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
-use crate::format::{AttentionShape, Calibration, KeyOrValue};
+use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, ElementType, LayerAttention, QueryLayout, Scoring, StoreFormat};
 use crate::{Error, Result};
 
@@ -82,10 +82,11 @@ pub(in crate::cuda) fn prepare(
                 }
             }
         }
-        if calibration.is_none() && longest > 1 && many_queries(shape) > 1 {
-            let rows = longest.min(many_queries(shape)) * shape.group();
-            for variant in RunVariant::all(pages, rows, backend.kernels().facts()) {
-                if variant.least_rows() <= rows {
+        let facts = backend.kernels().facts();
+        let most = item_rows(shape.head_dim(), *format == SegmentFormat::F16, facts) / shape.group();
+        if calibration.is_none() && longest > 1 && most > 1 {
+            for variant in RunVariant::all(pages, longest.min(most) * shape.group(), facts) {
+                if variant.least_rows() <= longest.min(most) * shape.group() {
                     logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
                 }
             }
@@ -106,11 +107,11 @@ impl AttendStep {
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
         let shape = *plan.shape();
-        let least = least_rows(facts, plan);
-        let blocks = query_blocks(plan, least);
+        let rows = RunRows::of(facts, plan);
+        let blocks = query_blocks(plan, rows);
         let mut segments = Vec::new();
         for segment in plan.segments() {
-            for parts in SegmentParts::of(plan, segment, &blocks, least) {
+            for parts in SegmentParts::of(plan, segment, &blocks, rows) {
                 segments.push(PlannedLaunch::new(facts, &shape, segment, parts, plan.scoring())?);
             }
         }
@@ -256,8 +257,14 @@ impl AttendStep {
         let heads = self.shape.query_heads();
         let states = room.of(self.states) * heads;
         let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
-        // As many counters as the finest chunks need.
-        ScratchSizes { states: states * stored_channels * 4, lse: states * 4, arrivals: room.of(self.rows) * heads * 4 }
+        // As many counters as the finest chunks need, after those of works.
+        let arrivals = self.work_counters() + room.of(self.rows) * heads * size_of::<u32>();
+        ScratchSizes { states: states * stored_channels * 4, lse: states * 4, arrivals }
+    }
+
+    /// Bytes of the counters of works: one for each launch, since launches overlap.
+    const fn work_counters(&self) -> usize {
+        self.segments.len() * WORK_COUNTER_BYTES
     }
 
     /// The launches of the step, by segment.
@@ -297,10 +304,11 @@ impl AttendStep {
         step.memory.extend([queries.memory().clone(), output.memory().clone()]);
         step.memory.extend(lse.map(|lse| lse.memory().clone()));
         let mut merges = Vec::new();
-        for (segment, tables) in self.segments.iter().zip(tables) {
+        for (place, (segment, tables)) in self.segments.iter().zip(tables).enumerate() {
             let store = self.store_of(segment, stores)?;
             store.check_stream("attend", stream)?;
             let chunks = segment.chunks(&self.shape);
+            let counters = if segment.kernel.takes_works() { place * WORK_COUNTER_BYTES } else { self.work_counters() };
             let base_2 = |tau: fn(&Calibration) -> f32| segment.calibration.as_ref().map_or(0.0, tau) * LOG2_E;
             let call = AttendCall {
                 pages: tables.pages,
@@ -312,7 +320,7 @@ impl AttendStep {
                 value_ranges: store.slot_address(KeyOrValue::Value, 0),
                 states: scratch.states.address(),
                 state_lse: scratch.lse.address(),
-                arrivals: scratch.arrivals.address(),
+                arrivals: scratch.arrivals.address() + counters as u64,
                 extremes: tables.extremes.as_ref().map_or(0, |extremes| extremes.address()),
                 sinks: sinks.as_ref().map_or(0, |sinks| sinks.address()),
                 query_stride: self.query_rows.stride as u64,
@@ -329,20 +337,22 @@ impl AttendStep {
                 beside: 0,
                 early: 0,
                 soft_cap: self.scoring.soft_cap().unwrap_or(1.0) * LOG2_E,
+                item_room: tables.item_count as u32,
+                row_parts: segment.kernel.row_parts(self.shape.group()) as u32,
             };
-            let blocks = tables.item_count * self.shape.kv_heads() * chunks;
+            let items = tables.item_count;
             match &tables.extremes {
                 None => {
-                    let launch = segment.launch(backend, ScorePass::Plain, call, blocks)?;
+                    let launch = segment.launch(backend, ScorePass::Plain, call, items)?;
                     let first = step.launches.is_empty() || !launch.kernel.overlaps;
                     step.launches.push(if first { launch } else { launch.beside_the_one_before() });
                 }
                 Some(extremes) => {
                     let alone = AttendCall { cluster: 1, ..call };
-                    let first = segment.launch(backend, ScorePass::Extremes, alone, blocks)?;
+                    let first = segment.launch(backend, ScorePass::Extremes, alone, items)?;
                     let kernel = KernelLaunch { overlaps: false, ..first.kernel };
                     step.launches.push(Launch { kernel, clears: Some(extremes.clone()), ..first });
-                    step.launches.push(segment.launch(backend, ScorePass::Mapped, call, blocks)?);
+                    step.launches.push(segment.launch(backend, ScorePass::Mapped, call, items)?);
                 }
             }
             merges.extend(segment.merge_launch(backend, call)?);

@@ -13,7 +13,7 @@ use crate::cuda::device::launch::KernelLaunch;
 pub(super) enum SegmentKernel {
     /// `attend`: single queries, or a few of a run.
     Attend(AttendVariant),
-    /// `attend_run`: many queries of a run.
+    /// `attend_run` or `attend_run_pipelined`: many queries of a run.
     Run(RunVariant),
 }
 
@@ -22,7 +22,7 @@ impl SegmentKernel {
     pub(super) const fn name(&self) -> &'static str {
         match self {
             Self::Attend(_) => "attend",
-            Self::Run(_) => "attend_run",
+            Self::Run(variant) => variant.name(),
         }
     }
 
@@ -34,9 +34,39 @@ impl SegmentKernel {
         }
     }
 
+    /// Maximum number of queries of an item.
+    pub(super) const fn most_queries(&self, group: usize) -> usize {
+        match self {
+            Self::Attend(variant) => variant.queries,
+            Self::Run(variant) => variant.item_rows() / group,
+        }
+    }
+
+    /// Parts that a block takes the rows of an item in.
+    pub(super) const fn row_parts(&self, group: usize) -> usize {
+        match self {
+            Self::Attend(_) => 1,
+            Self::Run(variant) => variant.row_parts(group),
+        }
+    }
+
+    /// Whether its blocks take works from a counter.
+    pub(super) const fn takes_works(&self) -> bool {
+        matches!(self, Self::Run(variant) if variant.takes_works())
+    }
+
     /// True if the items of a query may form clusters.
     pub(super) const fn forms_clusters(&self) -> bool {
         matches!(self, Self::Attend(variant) if variant.queries == 1)
+    }
+
+    /// The number of blocks for `blocks` times the work of one: where they take one work after the other, one for each
+    /// multiprocessor.
+    pub(super) fn blocks(&self, blocks: usize, multiprocessors: usize) -> usize {
+        match self {
+            Self::Run(variant) if variant.takes_works() => blocks.min(multiprocessors.max(1)),
+            _ => blocks,
+        }
     }
 
     /// The kernel for `blocks` blocks, compiled unless it was compiled before.
@@ -53,18 +83,18 @@ impl SegmentKernel {
         Ok(KernelLaunch { name: self.name(), function, config, cluster, overlaps })
     }
 
-    /// The kernel that merges the states of `items` items, if the items do not do so themselves.
+    /// The kernel that merges the states of `items` items of up to `queries` queries, if the items do not do so themselves.
     pub(super) fn merge(
         &self,
         backend: &Cuda,
         items: usize,
         kv_heads: usize,
-        group: usize,
+        queries: usize,
     ) -> Result<Option<KernelLaunch>> {
         let Self::Run(variant) = self else { return Ok(None) };
         let config = LaunchConfig {
-            grid_dim: (items as u32, (variant.rows() / group) as u32, kv_heads as u32),
-            block_dim: (variant.threads() as u32, 1, 1),
+            grid_dim: (items as u32, queries as u32, kv_heads as u32),
+            block_dim: (variant.merging_threads() as u32, 1, 1),
             shared_mem_bytes: 0,
         };
         let (function, overlaps) = (variant.merge_function(backend)?, variant.overlaps());

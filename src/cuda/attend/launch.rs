@@ -42,6 +42,8 @@ pub(super) struct AttendCall {
     pub(super) beside: u32,
     pub(super) early: u32,
     pub(super) soft_cap: f32,
+    pub(super) item_room: u32,
+    pub(super) row_parts: u32,
 }
 
 // SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use super::logits::TokenMask;
-use super::run_variant::{DRAFT_ROWS, RunVariant, block_rows};
+use super::run_variant::{DRAFT_ROWS, RunVariant, item_rows};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
-use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, Spread, StorePart, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
@@ -18,26 +18,39 @@ pub(super) const fn few_queries(shape: &AttentionShape) -> usize {
     if queries == 0 { 1 } else { queries }
 }
 
-/// Maximum number of queries of a run that a block of `attend_run` takes together; 1 if the kernel is not used.
-pub(super) const fn many_queries(shape: &AttentionShape) -> usize {
-    let queries = block_rows(shape.head_dim()) / shape.group();
-    if queries == 0 { 1 } else { queries }
+/// The rows that an item of `attend_run` may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RunRows {
+    /// From as many on it pays off.
+    pub(super) least: usize,
+    pub(super) most: usize,
 }
 
-/// Whether `queries` queries are enough for `attend_run`, which pays off from `least` rows on.
-pub(super) const fn are_many(shape: &AttentionShape, queries: usize, least: usize) -> bool {
-    queries > 1 && many_queries(shape) > 1 && queries * shape.group() >= least
-}
+impl RunRows {
+    /// Those over all segments of a plan; none where the kernel does not serve one of them. It does not compute
+    /// extremes, and each query would need its own.
+    pub(super) fn of(facts: &DeviceFacts, plan: &AttendPlan) -> Option<Self> {
+        let shape = plan.shape();
+        let f16 = plan.segments().iter().all(|segment| *segment.format() == SegmentFormat::F16);
+        let most = item_rows(shape.head_dim(), f16, facts);
+        let of_segment = |segment: &StorePart| {
+            let pages = PageFormat::new(shape, segment.format()).ok().filter(|_| segment.calibration().is_none());
+            pages.and_then(|pages| RunVariant::new(pages, most, facts)).map(|run| run.least_rows())
+        };
+        let least =
+            plan.segments().iter().map(of_segment).try_fold(0, |most, least| least.map(|least| most.max(least)));
+        least.map(|least| Self { least, most })
+    }
 
-/// Smallest number of rows that `attend_run` takes over all segments; none where it does not serve one of them. It does
-/// not compute extremes, and each query would need its own.
-pub(super) fn least_rows(facts: &DeviceFacts, plan: &AttendPlan) -> Option<usize> {
-    let shape = plan.shape();
-    let of_segment = |segment: &StorePart| {
-        let pages = PageFormat::new(shape, segment.format()).ok().filter(|_| segment.calibration().is_none());
-        pages.and_then(|pages| RunVariant::new(pages, block_rows(shape.head_dim()), facts)).map(|run| run.least_rows())
-    };
-    plan.segments().iter().map(of_segment).try_fold(0, |most, least| least.map(|least| most.max(least)))
+    /// Maximum number of queries of an item.
+    pub(super) const fn most_queries(self, shape: &AttentionShape) -> usize {
+        self.most / shape.group()
+    }
+
+    /// Whether `queries` queries are enough for the kernel, and several fit an item.
+    pub(super) const fn are_many(self, shape: &AttentionShape, queries: usize) -> bool {
+        queries > 1 && self.most_queries(shape) > 1 && queries * shape.group() >= self.least
+    }
 }
 
 /// Whether as many queries have so few rows that they take a launch of their own, with smaller blocks.
@@ -45,18 +58,18 @@ const fn is_draft(shape: &AttentionShape, queries: usize) -> bool {
     queries * shape.group() <= DRAFT_ROWS
 }
 
-/// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment and takes
-/// `least` rows, and the others in those of `attend`.
-pub(super) fn query_blocks(plan: &AttendPlan, least: Option<usize>) -> Vec<Block> {
+/// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment, and the
+/// others in those of `attend`.
+pub(super) fn query_blocks(plan: &AttendPlan, rows: Option<RunRows>) -> Vec<Block> {
     let shape = plan.shape();
     let few = || blocks(plan, BlockQueries::up_to(few_queries(shape)));
-    let Some(least) = least else { return few() };
-    let takes_many = |run: &PlannedRun| are_many(shape, run.run.queries, least) && run.moves_evenly();
+    let Some(rows) = rows else { return few() };
+    let takes_many = |run: &PlannedRun| rows.are_many(shape, run.run.queries) && run.moves_evenly();
     if !plan.runs().iter().any(takes_many) {
         return few();
     }
     let few = if plan.runs().iter().all(takes_many) { Vec::new() } else { few() };
-    let most = many_queries(shape);
+    let most = rows.most_queries(shape);
     let of_run = |(run, planned): (usize, &PlannedRun)| {
         let queries = planned.run.queries;
         if !takes_many(planned) {
@@ -84,6 +97,8 @@ pub(super) struct SegmentParts {
     pub(super) queries: ItemQueries,
     /// Which tokens of the items are hidden.
     pub(super) mask: TokenMask,
+    /// Rows that an item of `attend_run` may have.
+    pub(super) most_rows: usize,
     /// The runs of the plan.
     pub(super) runs: Vec<PlannedRun>,
     /// The index of its span, and the part, whose queries are counted within their run.
@@ -92,8 +107,9 @@ pub(super) struct SegmentParts {
 
 impl SegmentParts {
     /// The parts of blocks of many queries, of few, and of single queries. Empty ones are left out.
-    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block], least: Option<usize>) -> Vec<Self> {
-        let is_many = |queries: usize| least.is_some_and(|least| are_many(plan.shape(), queries, least));
+    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block], rows: Option<RunRows>) -> Vec<Self> {
+        let is_many = |queries: usize| rows.is_some_and(|rows| rows.are_many(plan.shape(), queries));
+        let most_rows = rows.map_or(0, |rows| rows.most);
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
         let (mut many, mut drafts, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -144,7 +160,8 @@ impl SegmentParts {
             (ItemQueries::Few(1), TokenMask::Tree, trees),
         ];
         let some = all.into_iter().filter(|(_, _, parts)| !parts.is_empty());
-        some.map(|(queries, mask, parts)| Self { queries, mask, runs: plan.runs().to_vec(), parts }).collect()
+        some.map(|(queries, mask, parts)| Self { queries, mask, most_rows, runs: plan.runs().to_vec(), parts })
+            .collect()
     }
 
     /// What an item that begins at token `first` of a span is told of what its first query sees.
@@ -386,8 +403,10 @@ mod tests {
                     prop_assert_eq!(item.states, count[row as usize], "row {} of {:?}", row, item);
                 }
             }
-            let least = least_rows(&H200, &plan).unwrap_or(usize::MAX);
-            let takes_many = |run: &PlannedRun| are_many(&shape, run.run.queries, least) && run.moves_evenly();
+            let rows = RunRows::of(&H200, &plan);
+            let takes_many = |run: &PlannedRun| {
+                rows.is_some_and(|rows| rows.are_many(&shape, run.run.queries)) && run.moves_evenly()
+            };
             let rows_of_many = plan.runs().iter().filter(|run| takes_many(run));
             prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
             for run in plan.runs() {
@@ -398,7 +417,7 @@ mod tests {
                     let own = states.values().filter(|&&row| row == run.first_row + query).count();
                     let by_launch = many && takes_many(run) && own > 1;
                     // Blocks of at most two queries leave a single query of an odd run to `attend`.
-                    prop_assert!(merged[run.first_row + query] == usize::from(by_launch) || many_queries(&shape) < 3);
+                    prop_assert!(merged[run.first_row + query] == usize::from(by_launch) || rows.is_none_or(|rows| rows.most_queries(&shape) < 3));
                 }
             }
         }

@@ -1,9 +1,11 @@
-//! How `attend_run`, the kernel for many queries of a run, is compiled for a format on a device.
+//! How `attend_run` and `attend_run_pipelined`, the kernels for many queries of a run, are compiled for a format on a
+//! device.
 
 use crate::cuda::sources::SOURCES;
 use cudarc::driver::CudaFunction;
 
 use super::logits::Logits;
+use super::split::{PIPELINED_TOKEN_RATE, RUN_TOKEN_RATE};
 use super::variant::LINE_BYTES;
 use crate::Result;
 use crate::cuda::Cuda;
@@ -13,7 +15,7 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::program::Program;
 use crate::format::TILE_TOKENS;
 
-/// Rows of queries and query heads of a warp: `WARP_ROWS` in `cuda/attend_run.cu`.
+/// Rows of queries and query heads of a warp: `WARP_ROWS` in `cuda/common/run_queries.cuh` and `run_rows.cuh`.
 const WARP_ROWS: usize = 16;
 
 /// Maximum number of warps in a block.
@@ -37,26 +39,41 @@ const MOST_PARTS: usize = 4;
 /// Most rows of a block whose tokens as many warps share.
 pub(super) const DRAFT_ROWS: usize = FEW_WARPS * WARP_ROWS / MOST_PARTS;
 
-/// Smallest number of f16 rows for which four warps multiply together.
-const LEAST_DENSE_ROWS: usize = 65;
+/// Smallest number of f16 rows for `attend_run_pipelined`, and the heads whose outputs it has products for.
+const LEAST_PIPELINED_ROWS: usize = 65;
+const PIPELINED_CHANNELS: [usize; 4] = [64, 96, 128, 256];
+
+/// Threads of `attend_run_pipelined` that copy.
+const COPYING_THREADS: usize = 128;
+
+/// Rows of an f16 item of 64 channels: those of three warpgroups, for which there are registers enough.
+const PIPELINED_ROWS_OF_64: usize = 192;
 
 /// Channels whose queries and sums fit the registers of a warp of 16, and of 8 in f16: halves of packed tiles would not
 /// fit the shared memory.
 const MOST_CHANNELS: usize = 128;
 const MOST_DENSE_CHANNELS: usize = 256;
 
-/// Rows that one block takes of as many channels.
-pub(super) const fn block_rows(head_dim: usize) -> usize {
-    if head_dim <= MOST_CHANNELS { BLOCK_ROWS } else { BLOCK_ROWS / 2 }
+/// Rows of an item of as many channels, in f16 or in formats with something to unpack. `attend_run_pipelined` takes items
+/// of more rows than it has warps for in parts.
+pub(super) fn item_rows(head_dim: usize, f16: bool, facts: &DeviceFacts) -> usize {
+    match (facts.has_warpgroups(), f16, head_dim) {
+        (true, true, 64) => PIPELINED_ROWS_OF_64,
+        _ if head_dim <= MOST_CHANNELS => BLOCK_ROWS,
+        _ => BLOCK_ROWS / 2,
+    }
 }
 
-/// Bytes of shared memory in addition to tiles and outputs: the state of every row, and barriers.
+/// Bytes of shared memory in addition to tiles and outputs: what is known of every row, and barriers.
 const FIXED_BYTES: usize = BLOCK_ROWS * 5 * size_of::<f32>() + 64;
 
 /// Bytes of shared memory that every block costs in addition to its own.
 const RESERVED_BYTES: usize = 1 << 10;
 
-/// How `attend_run` is compiled.
+/// Bytes of a counter of works and of one of the blocks that have ended.
+pub(super) const WORK_COUNTER_BYTES: usize = 8;
+
+/// How `attend_run` or `attend_run_pipelined` is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct RunVariant {
     pages: PageFormat,
@@ -67,6 +84,8 @@ pub(super) struct RunVariant {
     stages: usize,
     bulk_copies: bool,
     logits: Logits,
+    /// Rows that an item may have, where blocks take them in parts.
+    item_rows: usize,
 }
 
 /// How warps multiply.
@@ -77,6 +96,8 @@ enum Multiplies {
     /// Four warps together multiply 64 rows by 64 tokens. If `halves` is 2, they do so for two halves of a tile at the
     /// same time.
     Warpgroups { halves: usize },
+    /// `attend_run_pipelined`: as many groups of four warps have 64 rows each, and other warps copy.
+    Pipelined { groups: usize },
 }
 
 impl RunVariant {
@@ -92,17 +113,22 @@ impl RunVariant {
         let parts =
             [MOST_PARTS, MOST_PARTS / 2].into_iter().find(|parts| rows * parts <= FEW_WARPS * WARP_ROWS).unwrap_or(1);
         let mut ways = vec![(Multiplies::Warps { parts }, half_warps, 1..=3)];
-        // Few rows of f16 take less time without warpgroups, and so do drafts.
-        let pays = pages.packed() || rows >= LEAST_DENSE_ROWS;
-        if facts.has_warpgroups() && [64, 128].contains(&pages.head_dim) && pays {
+        if facts.has_warpgroups() && pages.packed() && [64, 128].contains(&pages.head_dim) {
             ways.insert(0, (Multiplies::Warpgroups { halves: 1 }, half_warps, 1..=3));
             if rows <= BLOCK_ROWS / 2 {
                 ways.insert(0, (Multiplies::Warpgroups { halves: 2 }, MOST_WARPS, 2..=3));
             }
         }
+        // Few rows take less time where warps multiply separately.
+        let pipelined = !pages.packed() && rows >= LEAST_PIPELINED_ROWS;
+        if facts.has_warpgroups() && pipelined && PIPELINED_CHANNELS.contains(&pages.head_dim) {
+            let groups = if pages.head_dim == 64 { 3 } else { 2 };
+            ways.insert(0, (Multiplies::Pipelined { groups }, 4 * groups, 2..=2));
+        }
         let variants = ways.into_iter().flat_map(|(multiplies, warps, stages)| {
             let logits = Logits::default();
-            stages.rev().map(move |stages| Self { pages, warps, multiplies, stages, bulk_copies, logits })
+            let item_rows = BLOCK_ROWS;
+            stages.rev().map(move |stages| Self { pages, warps, multiplies, stages, bulk_copies, logits, item_rows })
         });
         variants.into_iter().find(|variant| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes)
     }
@@ -117,18 +143,54 @@ impl RunVariant {
         Self { logits, ..self }
     }
 
+    /// The same for items of up to as many rows.
+    pub(super) const fn with_item_rows(self, item_rows: usize) -> Self {
+        Self { item_rows, ..self }
+    }
+
     /// Every variant for blocks of up to `rows` rows.
     pub(super) fn all(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Vec<Self> {
         let least =
-            [1, LEAST_PACKED_ROWS, LEAST_DENSE_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
+            [1, LEAST_PACKED_ROWS, LEAST_PIPELINED_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
         let mut all: Vec<Self> = least.filter_map(|rows| Self::new(pages, rows, facts)).collect();
         all.dedup();
         all
     }
 
-    /// Rows of a block.
+    /// Rows that a block has at the same time.
     pub(super) const fn rows(&self) -> usize {
         self.warps * WARP_ROWS / self.token_parts()
+    }
+
+    /// Whether blocks stay on their multiprocessor and take works from a counter, [`WORK_COUNTER_BYTES`] of memory that
+    /// is zero between steps.
+    pub(super) const fn takes_works(&self) -> bool {
+        matches!(self.multiplies, Multiplies::Pipelined { .. })
+    }
+
+    /// Rows that an item may have.
+    pub(super) const fn item_rows(&self) -> usize {
+        if self.takes_works() { self.item_rows } else { self.rows() }
+    }
+
+    /// Parts that blocks take the rows of an item in, each whole queries.
+    pub(super) const fn row_parts(&self, group: usize) -> usize {
+        match self.rows() / group {
+            0 => 1,
+            queries => (self.item_rows() / group).div_ceil(queries),
+        }
+    }
+
+    /// Tokens that a block attends to in a microsecond.
+    pub(super) const fn token_rate(&self) -> f64 {
+        match self.multiplies {
+            Multiplies::Pipelined { .. } => PIPELINED_TOKEN_RATE * 128.0 / self.pages.head_dim as f64,
+            _ => RUN_TOKEN_RATE * (BLOCK_ROWS / self.rows()) as f64,
+        }
+    }
+
+    pub(super) const fn pages(&self) -> &PageFormat {
+        &self.pages
     }
 
     /// Number of warps that have the same rows.
@@ -136,19 +198,23 @@ impl RunVariant {
         match self.multiplies {
             Multiplies::Warps { parts } => parts,
             Multiplies::Warpgroups { halves } => halves,
+            Multiplies::Pipelined { .. } => 1,
         }
     }
 
-    /// Pieces of a tile, of which a stage holds one: halves of f16 tiles, if halves are multiplied.
-    const fn tile_pieces(&self) -> usize {
-        match self.multiplies {
-            Multiplies::Warpgroups { halves: 1 } if !self.pages.packed() => 2,
-            _ => 1,
-        }
-    }
-
+    /// Threads of a block.
     pub(super) const fn threads(&self) -> usize {
+        self.warps * 32 + if self.takes_works() { COPYING_THREADS } else { 0 }
+    }
+
+    /// Threads of a block of `merge_run`.
+    pub(super) const fn merging_threads(&self) -> usize {
         self.warps * 32
+    }
+
+    /// The name of its kernel.
+    pub(super) const fn name(&self) -> &'static str {
+        if self.takes_works() { "attend_run_pipelined" } else { "attend_run" }
     }
 
     /// Whether launches may overlap.
@@ -164,8 +230,8 @@ impl RunVariant {
 
     /// The attending function, compiled unless it was compiled before.
     pub(super) fn function(&self, backend: &Cuda) -> Result<CudaFunction> {
-        let function = backend.kernels().function(&self.program(), "attend_run")?;
-        set_shared_bytes(&function, "attend_run", self.shared_bytes())?;
+        let function = backend.kernels().function(&self.program(), self.name())?;
+        set_shared_bytes(&function, self.name(), self.shared_bytes())?;
         Ok(function)
     }
 
@@ -184,24 +250,33 @@ impl RunVariant {
             ("WARPS", self.warps),
             ("BLOCKS_PER_SM", 1),
             ("BULK_COPIES", self.bulk_copies.into()),
-            ("WARPGROUPS", matches!(self.multiplies, Multiplies::Warpgroups { .. }).into()),
+            ("WARPGROUPS", (!matches!(self.multiplies, Multiplies::Warps { .. })).into()),
             ("TOKEN_PARTS", self.token_parts()),
-            ("TILE_PIECES", self.tile_pieces()),
             ("QUERIES", 2),
         ]);
         defines.extend(self.logits.defines());
-        Program { sources: &SOURCES, files: &["attend_run.cu", "merge_run.cu"], defines }
+        let files: &[&str] = match self.multiplies {
+            Multiplies::Pipelined { .. } => &["attend_run_pipelined.cu", "merge_run.cu"],
+            _ => &["attend_run.cu", "merge_run.cu"],
+        };
+        Program { sources: &SOURCES, files, defines }
     }
 
-    /// Shared memory of tiles, which outputs occupy afterwards.
+    /// Shared memory of tiles, which outputs occupy afterwards, except those of `attend_run_pipelined`.
     pub(super) const fn shared_bytes(&self) -> usize {
         let tile = PageFormat::f16(self.pages.head_dim).head_bytes();
+        let queries = self.rows() * self.pages.head_dim * size_of::<u16>();
+        if self.takes_works() {
+            // A pass is a tile of up to 128 channels, or half of one.
+            let pass = if self.pages.head_dim > MOST_CHANNELS { tile / 2 } else { tile };
+            return self.stages * pass + queries;
+        }
         let halves = match self.multiplies {
-            Multiplies::Warpgroups { halves } => halves * tile + self.rows() * self.pages.head_dim * size_of::<u16>(),
+            Multiplies::Warpgroups { halves } => halves * tile + queries,
             Multiplies::Warps { .. } if self.pages.packed() => 2 * tile,
-            Multiplies::Warps { .. } => 0,
+            _ => 0,
         };
-        let stage = self.pages.head_bytes().next_multiple_of(LINE_BYTES) / self.tile_pieces();
+        let stage = self.pages.head_bytes().next_multiple_of(LINE_BYTES);
         let tiles = halves + self.stages * stage;
         let outputs = self.warps * WARP_ROWS * (self.pages.head_dim + 8) * size_of::<f32>();
         if tiles > outputs { tiles } else { outputs }
@@ -240,6 +315,30 @@ mod tests {
         Ok(())
     }
 
+    /// f16 pages have a kernel whose blocks take works, where there are warpgroups and rows for them. It takes the rows of
+    /// an item in parts of whole queries.
+    #[test]
+    fn many_rows_of_f16_are_works() -> std::result::Result<(), Error> {
+        let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+        let a100 = DeviceFacts { capability: (8, 0), multiprocessors: 108, shared_bytes: 166_912 };
+        for (head_dim, rows) in [(64, 192), (80, 128), (96, 128), (128, 128), (256, 128)] {
+            let pages = PageFormat::new(&AttentionShape::new(32, 8, head_dim)?, &SegmentFormat::F16)?;
+            let run = |rows, facts: &DeviceFacts| RunVariant::new(pages, rows, facts).filter(RunVariant::takes_works);
+            let pipelined = run(LEAST_PIPELINED_ROWS, &h200).unwrap();
+            assert_eq!((pipelined.rows(), pipelined.name()), (rows, "attend_run_pipelined"), "{head_dim}");
+            assert_eq!(run(LEAST_PIPELINED_ROWS - 1, &h200), None);
+            assert_eq!(run(LEAST_PIPELINED_ROWS, &a100), None);
+            // 64 queries of four heads; 85 of three, of which a part has 42 (64 of three warpgroups).
+            assert_eq!(pipelined.row_parts(4), 2, "{head_dim}");
+            assert_eq!(pipelined.row_parts(3), if head_dim == 64 { 2 } else { 3 }, "{head_dim}");
+            assert_eq!(pipelined.with_item_rows(rows).row_parts(4), 1);
+        }
+        assert_eq!(item_rows(64, true, &h200), 192);
+        assert_eq!(item_rows(64, false, &h200), BLOCK_ROWS);
+        assert_eq!(item_rows(64, true, &a100), BLOCK_ROWS);
+        Ok(())
+    }
+
     #[test]
     fn formats_without_sketches_of_up_to_128_channels_have_a_variant() -> std::result::Result<(), Error> {
         let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
@@ -259,7 +358,7 @@ mod tests {
             assert!(variant(&SegmentFormat::turboquant(Bits::Four, head_dim), head_dim, &h200)?.is_some());
         }
         let shape = AttentionShape::new(8, 2, 256)?;
-        let rows = block_rows(256);
+        let rows = item_rows(256, true, &h200);
         assert!(RunVariant::new(PageFormat::new(&shape, &SegmentFormat::F16)?, rows, &h200).is_some());
         assert_eq!(variant(&SegmentFormat::saw_int4(), 256, &h200)?, None);
         assert_eq!(variant(&SegmentFormat::F16, 128, &small)?, None);

@@ -9,9 +9,9 @@ use super::kernel::SegmentKernel;
 use super::launch::{AttendCall, Launch};
 use super::logits::Logits;
 use super::parts::{ItemQueries, SegmentParts};
-use super::run_variant::{BLOCK_ROWS, RunVariant};
+use super::run_variant::RunVariant;
 use super::scratch::{SegmentTables, Sizing};
-use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, RUN_TOKEN_RATE, TOKEN_RATE, Wave};
+use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, TOKEN_RATE, WORK_TIME, Wave};
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -74,7 +74,10 @@ impl PlannedLaunch {
         let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
         let (kernel, wave, most) = match parts.queries {
             ItemQueries::Few(queries) => best_attend(facts, shape, pages, (queries, logits), &tiles)?,
-            ItemQueries::Many(queries) => of_run(facts, shape, pages, (queries, logits), &tiles),
+            ItemQueries::Many(queries) => {
+                let run = RunVariant::new(pages, queries * shape.group(), facts);
+                run.map(|run| of_run(facts, shape, run.with_logits(logits).with_item_rows(parts.most_rows), &tiles))
+            }
         }
         .ok_or_else(|| Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) })?;
         // Extremes of the queries of a span's run are contiguous.
@@ -250,7 +253,10 @@ impl PlannedLaunch {
         matches!(self.kernel, SegmentKernel::Run(_)) && self.items.iter().any(|item| item.states > 1)
     }
 
-    pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, blocks: usize) -> Result<Launch> {
+    /// The launch of `items` items' blocks.
+    pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, items: usize) -> Result<Launch> {
+        let each = call.kv_heads as usize * call.chunks as usize * call.row_parts as usize;
+        let blocks = self.kernel.blocks(items * each, backend.kernels().facts().multiprocessors);
         Ok(Launch { kernel: self.kernel.launch(backend, pass, blocks, call.cluster)?, call, clears: None })
     }
 
@@ -259,7 +265,8 @@ impl PlannedLaunch {
         if !self.merges() {
             return Ok(None);
         }
-        let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, call.group as usize)?;
+        let queries = self.kernel.most_queries(call.group as usize);
+        let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, queries)?;
         Ok(kernel.map(|kernel| Launch { kernel, call, clears: None }))
     }
 }
@@ -325,27 +332,20 @@ fn best_attend(
     Ok(best.map(|(cut, _)| cut))
 }
 
-/// The variant of `attend_run` for blocks of `queries` queries.
-fn of_run(
-    facts: &DeviceFacts,
-    shape: &AttentionShape,
-    pages: PageFormat,
-    (queries, logits): (usize, Logits),
-    tiles: &[usize],
-) -> Option<Cut> {
-    let variant = RunVariant::new(pages, queries * shape.group(), facts)?.with_logits(logits);
+/// How a variant of `attend_run` takes parts of this many tiles.
+fn of_run(facts: &DeviceFacts, shape: &AttentionShape, variant: RunVariant, tiles: &[usize]) -> Cut {
     let wave = Wave {
         multiprocessors: facts.multiprocessors,
         blocks_each: 1,
-        blocks_per_item: shape.kv_heads(),
-        tile_bytes: pages.head_bytes(),
+        blocks_per_item: shape.kv_heads() * variant.row_parts(shape.group()),
+        tile_bytes: variant.pages().head_bytes(),
         clusters: false,
-        token_rate: RUN_TOKEN_RATE * (BLOCK_ROWS / variant.rows()) as f64,
-        block_time: RUN_BLOCK_TIME,
-        state_bytes: variant.rows() * pages.head_dim * size_of::<f32>(),
+        token_rate: variant.token_rate(),
+        block_time: if variant.takes_works() { WORK_TIME } else { RUN_BLOCK_TIME },
+        state_bytes: variant.rows() * variant.pages().head_dim * size_of::<f32>(),
     };
     let (most, _) = wave.tiles_per_run_item(tiles);
-    Some((SegmentKernel::Run(variant), wave, most))
+    (SegmentKernel::Run(variant), wave, most)
 }
 
 /// Parts the items of blocks whose queries have different numbers of items of their own into items of single queries:

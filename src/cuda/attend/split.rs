@@ -17,11 +17,17 @@ pub(super) const TOKEN_RATE: f64 = 780.0;
 /// The same rate for the rows of `attend_run`.
 pub(super) const RUN_TOKEN_RATE: f64 = 34.0;
 
+/// The same rate for `attend_run_pipelined`, at 128 channels.
+pub(super) const PIPELINED_TOKEN_RATE: f64 = 85.0;
+
 /// Start and end of a block.
 pub(super) const BLOCK_TIME: f64 = 3.0;
 
 /// The same time for `attend_run`, with its many queries.
 pub(super) const RUN_BLOCK_TIME: f64 = 8.0;
+
+/// The same time for a work of `attend_run_pipelined`.
+pub(super) const WORK_TIME: f64 = 4.0;
 
 /// Merging within a cluster, through memory, and by a launch of its own.
 const CLUSTER_TIME: f64 = 0.7;

@@ -1,0 +1,492 @@
+// attend_run_pipelined: attend_run for f16 pages and many rows, on compute capability 9.0.
+//
+//   score_rt = q_r · k_t scale log2(e)  for from_r <= t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
+//
+// Blocks stay on their multiprocessor and take one work after the other: ROWS rows of an item, for one KV head. One warp
+// lets the copy engine fetch keys and values, which lie in the page as the tensor cores read them. The other
+// warpgroups have 64 rows each. They take the tokens in passes, the newest first, since only those are hidden from some
+// rows. While the products of a pass with its keys become weights, the products of the pass before with its values run.
+// Warpgroups start their products in turn, so that some multiply while others compute weights.
+//
+//   stages     [STAGES] passes of keys, [STAGES] of values, then the queries of every warpgroup
+//   barriers   full: one arrival and its bytes; empty: one arrival of every warpgroup
+//
+// Works are numbered head by head, so that the pages of few heads are in the L2 cache, and the longest come first. A
+// block takes the next number from a counter in memory. The last block sets it to zero again. Which block takes a work
+// does not change its result.
+//
+// States are those of attend_run.cu, and so is merging (merge_run.cu).
+//
+// Memory: K and V of an item once for ROWS rows, mostly from the L2 cache. Cost per pass and warpgroup: 2 HEAD_DIM ·
+// 64 · RUN_TOKENS multiply-adds, and RUN_TOKENS / 2 exponentials a thread.
+//
+// In bounds: items, pages and queries were checked on the host. Rows beyond those of the item read its last query and
+// write nothing. Tokens beyond the item are masked, and the data stored there are finite.
+
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "common/attend_call.cuh"
+#include "common/logits.cuh"
+#include "common/warpgroup.cuh"
+#include "common/run_rows.cuh"
+#include "merge_states.cu"
+
+constexpr int GROUPS = WARPS / 4;
+// Tokens of a pass: those whose products fit the registers next to the outputs.
+constexpr int RUN_TOKENS = HEAD_DIM > 128 ? 64 : 128;
+constexpr int PASS_STEPS = RUN_TOKENS / BLOCK_TOKENS;
+constexpr int TILE_PASSES = TILE_TOKENS / RUN_TOKENS;
+constexpr u32 PASS_BYTES = RUN_TOKENS * HEAD_DIM * 2;
+constexpr u32 PASS_VALUES_AT = STAGES * PASS_BYTES;
+constexpr u32 QUERIES_AT = 2 * STAGES * PASS_BYTES;
+
+// Registers of the threads that multiply, and of those that copy.
+constexpr int GROUP_REGISTERS = GROUPS == 2 ? 240 : 160;
+constexpr int COPYING_REGISTERS = 24;
+
+// Numbers of barriers: of the warps of a warpgroup, and those where warpgroups take turns.
+constexpr int FIRST_GROUP_BARRIER = 1;
+constexpr int FIRST_TURN_BARRIER = FIRST_GROUP_BARRIER + GROUPS;
+// The warpgroup whose turn it is, and the one before it, which says so.
+constexpr int TURN_THREADS = 256;
+
+// The score of a masked token: below all others, and finite, so that differences exist.
+constexpr float NO_SCORE = -1e30f;
+
+// Weights are halves up to 2^15. If one would be larger, references move so that it is at most 2^6 (as in
+// common/weights.cuh).
+constexpr float MOST_WEIGHT = 15.0f;
+constexpr float START_WEIGHT = 6.0f;
+
+// The products of a lane: [8 tokens][row, tokens 2 c and 2 c + 1]. Those of 16 tokens, as halves, are an A fragment.
+using PassProducts = float[2 * PASS_STEPS][4];
+using PassWeights = u32[PASS_STEPS][4];
+
+// Addresses of the barriers.
+struct Pipeline {
+    u32 keys_full;
+    u32 values_full;
+    u32 keys_empty;
+    u32 values_empty;
+    u32 work_full;
+    u32 work_empty;
+
+    static constexpr int BARRIERS = 4 * STAGES + 4;
+
+    __device__ __forceinline__ explicit Pipeline(u32 barriers)
+        : keys_full(barriers),
+          values_full(barriers + 8 * STAGES),
+          keys_empty(barriers + 16 * STAGES),
+          values_empty(barriers + 24 * STAGES),
+          work_full(barriers + 32 * STAGES),
+          work_empty(barriers + 32 * STAGES + 16) {}
+
+    // By one thread, before a barrier of the block.
+    __device__ __forceinline__ void start() const {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(keys_full + 8 * i);
+            barrier_init(values_full + 8 * i);
+            barrier_init(keys_empty + 8 * i, GROUPS);
+            barrier_init(values_empty + 8 * i, GROUPS);
+        }
+        for (int i = 0; i < 2; i++) {
+            barrier_init(work_full + 8 * i);
+            barrier_init(work_empty + 8 * i, GROUPS);
+        }
+        shared_visible();
+    }
+};
+
+// Rows of an item for one KV head.
+struct Work {
+    const Item& item;
+    u32 kv_head;
+    // The first query of the part.
+    u32 first;
+    // Its passes over the tokens of the item. None if the item has no such rows.
+    int first_pass;
+    int end_pass;
+
+    __device__ __forceinline__ Work(const AttendCall& call, u32 number)
+        : item(call.items[number % (call.item_room * call.row_parts) / call.row_parts]),
+          kv_head(number / (call.item_room * call.row_parts)),
+          first(number % call.row_parts * (ROWS / call.group)) {
+        const int queries = (int)item.queries;
+        const int last = min((int)first + ROWS / (int)call.group, queries) - 1;
+        const int tokens = min(max(item.seen + last, 1), (int)item.tokens);
+        end_pass = (int)first < queries ? (tokens + RUN_TOKENS - 1) / RUN_TOKENS : 0;
+        first_pass = MASKED == 0 ? 0 : min(max(item.from + (int)first, 0) / RUN_TOKENS, max(end_pass - 1, 0));
+    }
+
+    static __device__ __forceinline__ u32 count(const AttendCall& call) {
+        return call.item_room * call.row_parts * call.kv_heads;
+    }
+
+    // One after the last token that a query sees, and the first one.
+    __device__ __forceinline__ int limit(u32 query) const {
+        return min(max(item.seen + (int)min(first + query, item.queries - 1u), 0), (int)item.tokens);
+    }
+
+    __device__ __forceinline__ int start(u32 query) const {
+        return MASKED == 0 ? 0 : max(item.from + (int)min(first + query, item.queries - 1u), 0);
+    }
+};
+
+// Copies the passes of a work, the last first. The products with values are one pass behind those with keys. `keys` and
+// `values` count the copies of the block.
+__device__ __forceinline__ void copy_passes(const AttendCall& call, const Pipeline& pipeline, const Work& work, u32 room,
+                                            u32& keys, u32& values) {
+    const u64* const pages = call.pages + work.item.first_page;
+    const u64 head_at = (u64)work.kv_head * HEAD_BYTES;
+    const auto pass_at = [&](int pass) {
+        return (const u8*)(pages[pass / TILE_PASSES] + head_at) + pass % TILE_PASSES * PASS_BYTES;
+    };
+    const auto copy = [&](u32 to, const u8* from, u32 full, u32 empty, u32& count) {
+        const u32 stage = count % STAGES;
+        barrier_wait(empty + 8 * stage, count / STAGES & 1 ^ 1);
+        barrier_expect(full + 8 * stage, PASS_BYTES);
+        copy_bulk_shared(to + stage * PASS_BYTES, from, PASS_BYTES, full + 8 * stage);
+        count++;
+    };
+#pragma unroll 1
+    for (int pass = work.end_pass - 1; pass >= work.first_pass - 1; pass--) {
+        if (pass >= work.first_pass) copy(room, pass_at(pass), pipeline.keys_full, pipeline.keys_empty, keys);
+        if (pass + 1 < work.end_pass) {
+            copy(room + PASS_VALUES_AT, pass_at(pass + 1) + VALUES_AT, pipeline.values_full, pipeline.values_empty, values);
+        }
+    }
+}
+
+// The thread that copies: takes works, names them to the other warps, and fetches their keys and values. `counters` are
+// the next work and the blocks that have ended.
+__device__ __forceinline__ void copy_works(const AttendCall& call, const Pipeline& pipeline, u32 room, u32* works, u32 blocks) {
+    u32* const counters = call.arrivals;
+    const u32 count = Work::count(call);
+    u32 keys = 0, values = 0;
+    // The counter is asked one work ahead.
+    u32 next = atomicAdd(counters, 1u);
+#pragma unroll 1
+    for (u32 round = 0;; round++) {
+        const u32 number = next;
+        barrier_wait(pipeline.work_empty + 8 * (round % 2), round / 2 & 1 ^ 1);
+        works[round % 2] = number;
+        barrier_arrive(pipeline.work_full + 8 * (round % 2));
+        if (number >= count) break;
+        next = atomicAdd(counters, 1u);
+        const Work work(call, number);
+        if (work.end_pass > 0) copy_passes(call, pipeline, work, room, keys, values);
+    }
+    if (atomicInc(counters + 1, blocks - 1u) == blocks - 1u) counters[0] = 0u;
+}
+
+// Starts the products of queries with the keys of a pass, and of weights with values.
+__device__ __forceinline__ void multiply_keys(PassProducts& products, u32 queries, u32 keys) {
+    const Matrices rows(queries, 256), tokens(keys, HEAD_DIM * 16);
+    warpgroup_begin();
+#pragma unroll
+    for (int f = 0; f < CHANNEL_STEPS; f++) {
+        warpgroup_multiply(products, rows.after(f * (GROUP_ROWS * 2)), tokens.after(f * 16), f > 0);
+    }
+    warpgroup_commit();
+}
+
+__device__ __forceinline__ void multiply_values(RowValues& sums, const PassWeights& weights, u32 values) {
+    const Matrices tokens(values, 256);
+    warpgroup_begin();
+#pragma unroll
+    for (int m = 0; m < PASS_STEPS; m++) warpgroup_multiply(sums, weights[m], tokens.after(m * (HEAD_DIM * 2)));
+    warpgroup_commit();
+}
+
+__device__ __forceinline__ float max_of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+
+__device__ __forceinline__ float sum_of_quad(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+
+// The largest of row `h`.
+__device__ __forceinline__ float largest_of_row(const PassProducts& products, int h) {
+    float largest = fmaxf(products[0][2 * h], products[0][2 * h + 1]);
+#pragma unroll
+    for (int j = 1; j < 2 * PASS_STEPS; j++) {
+        largest = fmaxf(largest, fmaxf(products[j][2 * h], products[j][2 * h + 1]));
+    }
+    return largest;
+}
+
+// A lane's rows g and g + 8, and what it knows of their softmax.
+struct RunSoftmax {
+    float reference[2];
+    // The lane's part.
+    float weight[2];
+    // Scores are products times these.
+    float delta[2];
+    int start[2];
+    int limit[2];
+    // The factors of earlier sums, if references moved in the last pass.
+    float moved[2];
+
+    // From products to weights of the tokens from `before` on. True if references moved.
+    template <bool SOME_HIDDEN>
+    __device__ __forceinline__ bool weigh(const AttendCall& call, PassProducts& products, PassWeights& weights, int before,
+                                          int lane) {
+        bool far = false;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            to_logits<SOME_HIDDEN>(call, products, h, before + 2 * (lane & 3));
+            far = far || largest_of_row(products, h) * scale(h) - reference[h] > MOST_WEIGHT;
+        }
+        const bool moves = __any_sync(ALL_LANES, far);
+        if (moves) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float top = max_of_quad(largest_of_row(products, h)) * scale(h);
+                const float next = fmaxf(reference[h], ceilf(top - START_WEIGHT));
+                moved[h] = exp2_approx(reference[h] - next);
+                weight[h] *= moved[h];
+                reference[h] = next;
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int j = 0; j < 2 * PASS_STEPS; j++) {
+                const float low = exp2_approx(__fmaf_rn(products[j][2 * h], scale(h), -reference[h]));
+                const float high = exp2_approx(__fmaf_rn(products[j][2 * h + 1], scale(h), -reference[h]));
+                weights[j / 2][j % 2 * 2 + h] = half_pair(low, high);
+                sums[j % 2] += low + high;
+            }
+            weight[h] += sums[0] + sums[1];
+        }
+        return moves;
+    }
+
+    // Capped products are scores already.
+    __device__ __forceinline__ float scale(int h) const { return CAPPED ? 1.0f : delta[h]; }
+
+    // Caps the products of row `h`, and hides tokens; `first` is the lane's first token.
+    template <bool SOME_HIDDEN>
+    __device__ __forceinline__ void to_logits(const AttendCall& call, PassProducts& products, int h, int first) const {
+        const int from = start[h] - first;
+        const int end = limit[h] - first;
+#pragma unroll
+        for (int j = 0; j < 4 * PASS_STEPS; j++) {
+            float& product = products[j / 2][2 * h + j % 2];
+            if constexpr (CAPPED) product = capped(call, product * delta[h]);
+            const int token = 8 * (j / 2) + j % 2;
+            if (SOME_HIDDEN) {
+                product = (MASKED == 0 || from <= token) && token < end ? product : -__int_as_float(0x7f800000);
+            }
+        }
+    }
+};
+
+// The four warps that have the same 64 rows.
+struct WarpGroup {
+    int number;
+    // Of the block.
+    int warp;
+    int lane;
+    // Of one of its threads.
+    bool leads;
+    // In shared memory: its queries, and the stages.
+    u32 queries;
+    u32 room;
+    // The lane's rows when queries are loaded, and those of its products.
+    PlacedRow loaded[2];
+    PlacedRow placed[2];
+    // Queries of the first and the last row of the warpgroup.
+    u32 first_query;
+    u32 last_query;
+
+    __device__ __forceinline__ WarpGroup(u32 group, u32 room, int warp, int lane)
+        : number(warp / 4),
+          warp(warp),
+          lane(lane),
+          leads(threadIdx.x % 128 == 0),
+          queries(room + QUERIES_AT + warp / 4 * GROUP_QUERY_BYTES),
+          room(room),
+          loaded{{(u32)(warp * WARP_ROWS + lane % 8), group}, {(u32)(warp * WARP_ROWS + lane % 8 + 8), group}},
+          placed{{(u32)(warp * WARP_ROWS + lane / 4), group}, {(u32)(warp * WARP_ROWS + lane / 4 + 8), group}},
+          first_query(warp / 4 * GROUP_ROWS / group),
+          last_query((warp / 4 * GROUP_ROWS + GROUP_ROWS - 1) / group) {}
+
+    __device__ __forceinline__ void sync() const { group_sync(FIRST_GROUP_BARRIER + number, 128); }
+
+    // Between these, the warpgroup starts its products.
+    __device__ __forceinline__ void await_turn() const { group_sync(FIRST_TURN_BARRIER + number, TURN_THREADS); }
+    __device__ __forceinline__ void end_turn() const {
+        group_arrive(FIRST_TURN_BARRIER + (number + 1) % GROUPS, TURN_THREADS);
+    }
+
+    // A work from queries to states or outputs. `count` counts the passes of the block.
+    __device__ __forceinline__ void attend(const AttendCall& call, const Pipeline& pipeline, const Work& work,
+                                           const float* deltas, u32& count) const {
+        RunSoftmax rows;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            rows.reference[h] = NO_SCORE;
+            rows.weight[h] = 0.0f;
+            rows.delta[h] = deltas[warp * WARP_ROWS + 8 * h + lane / 4];
+            rows.limit[h] = work.limit(placed[h].query());
+            rows.start[h] = work.start(placed[h].query());
+        }
+        const int least = work.limit(first_query);
+        const int last_start = work.start(last_query);
+        PassProducts products;
+        PassWeights weights;
+        RowValues sums;
+#pragma unroll
+        for (int i = 0; i < 8 * CHANNEL_STEPS; i++) sums[i / 4][i % 4] = 0.0f;
+        const auto weigh = [&](int pass, PassWeights& weights) {
+            const int before = pass * RUN_TOKENS;
+            const bool whole = before + RUN_TOKENS <= least && (MASKED == 0 || before >= last_start);
+            return whole ? rows.weigh<false>(call, products, weights, before, lane)
+                         : rows.weigh<true>(call, products, weights, before, lane);
+        };
+        // The same in all lanes, so that addresses are counted in registers of the warp.
+        u32 stage = __shfl_sync(ALL_LANES, count % STAGES, 0);
+        barrier_wait(pipeline.keys_full + 8 * stage, count / STAGES & 1);
+        await_turn();
+        multiply_keys(products, queries, room + stage * PASS_BYTES);
+        end_turn();
+        warpgroup_wait<0>(products);
+        if (leads) barrier_arrive(pipeline.keys_empty + 8 * stage);
+        weigh(work.end_pass - 1, weights);
+        count++;
+#pragma unroll 1
+        for (int pass = work.end_pass - 2; pass >= work.first_pass; pass--, count++) {
+            stage = __shfl_sync(ALL_LANES, count % STAGES, 0);
+            const u32 earlier = stage == 0u ? STAGES - 1u : stage - 1u;
+            barrier_wait(pipeline.keys_full + 8 * stage, count / STAGES & 1);
+            await_turn();
+            multiply_keys(products, queries, room + stage * PASS_BYTES);
+            barrier_wait(pipeline.values_full + 8 * earlier, (count - 1) / STAGES & 1);
+            multiply_values(sums, weights, room + PASS_VALUES_AT + earlier * PASS_BYTES);
+            end_turn();
+            warpgroup_wait<1>(products);
+            if (leads) barrier_arrive(pipeline.keys_empty + 8 * stage);
+            PassWeights next;
+            const bool moves = weigh(pass, next);
+            warpgroup_wait<0>(sums);
+            if (leads) barrier_arrive(pipeline.values_empty + 8 * earlier);
+            if (moves) {
+#pragma unroll
+                for (int i = 0; i < 8 * CHANNEL_STEPS; i++) sums[i / 4][i % 4] *= rows.moved[i % 4 / 2];
+            }
+            // Not before the products above have ended, which read `weights`: the compiler would make them wait for each
+            // other if it merged the two.
+#pragma unroll
+            for (int i = 0; i < 4 * PASS_STEPS; i++) {
+                asm volatile("mov.b32 %0, %1;" : "=r"(weights[i / 4][i % 4]) : "r"(next[i / 4][i % 4]) : "memory");
+            }
+        }
+        stage = (count - 1) % STAGES;
+        barrier_wait(pipeline.values_full + 8 * stage, (count - 1) / STAGES & 1);
+        multiply_values(sums, weights, room + PASS_VALUES_AT + stage * PASS_BYTES);
+        warpgroup_wait<0>(sums);
+        if (leads) barrier_arrive(pipeline.values_empty + 8 * stage);
+        write(call, work, rows, sums);
+    }
+
+    // Writes the rows of the warp: states, or the outputs themselves.
+    __device__ __forceinline__ void write(const AttendCall& call, const Work& work, const RunSoftmax& rows,
+                                          const RowValues& sums) const {
+        const Item& item = work.item;
+        const u64 query_heads = call.kv_heads * call.group;
+        const bool merged = item.states > 1u;
+        const u32 type = merged ? ELEMENTS_F32 : call.output_type;
+        const u64 bytes = type == ELEMENTS_F32 ? 4u : 2u;
+        const bool aligned = merged || (((u64)call.output | call.output_stride * bytes) & 7u) == 0u;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 query = work.first + placed[h].query();
+            const u32 head = work.kv_head * call.group + placed[h].head();
+            const bool exists = placed[h].query() < (u32)ROWS / call.group && query < item.queries;
+            const float weight = sum_of_quad(rows.weight[h]);
+            ItemState state = {weight == 0.0f ? 0.0f : 1.0f / weight,
+                               weight == 0.0f ? NO_SCORE : rows.reference[h] + log2_approx(weight)};
+            RowTarget target = {nullptr, type, merged ? HEAD_DIM : TENSOR_CHANNELS, exists, aligned};
+            if (merged) {
+                const u64 at = (u64)(item.state + query * item.stride) * query_heads + head;
+                if (exists && (lane & 3) == 0) call.state_lse[at] = state.lse;
+                target.to = call.states + at * HEAD_DIM;
+            } else {
+                const u64 row = item.row + query;
+                state.out *= output_share(call, head, state.lse);
+                if (exists && (lane & 3) == 0 && call.lse != nullptr) {
+                    call.lse[row * query_heads + head] = state.lse * 0.69314718f;
+                }
+                target.to = (u8*)call.output + (row * call.output_stride + (u64)head * TENSOR_CHANNELS) * bytes;
+            }
+            target.write(sums, h, state.out, lane);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
+    attend_run_pipelined(const __grid_constant__ AttendCall call) {
+    extern __shared__ __align__(LINE_BYTES) u8 room[];
+    __shared__ u64 barriers[Pipeline::BARRIERS];
+    __shared__ u32 works[2];
+    __shared__ float deltas[ROWS];
+
+    if (call.beside != 0u) admit_later_kernels();
+    if (call.beside != 0u && blockIdx.x == call.beside) {
+        await_earlier_kernels();
+        return;
+    }
+    const int lane = threadIdx.x & 31;
+    const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x >> 5, 0);
+    const Pipeline pipeline(shared_address(barriers));
+    if (threadIdx.x == 0) pipeline.start();
+    __syncthreads();
+    if (call.beside == 0u) {
+        await_earlier_kernels();
+        admit_later_kernels();
+    }
+    if (warp >= WARPS) {
+        shrink_registers<COPYING_REGISTERS>();
+        const u32 blocks = call.beside != 0u ? call.beside : gridDim.x;
+        if (warp == WARPS && lane == 0) copy_works(call, pipeline, shared_address(room), works, blocks);
+        return;
+    }
+    grow_registers<GROUP_REGISTERS>();
+    const WarpGroup group(call.group, shared_address(room), warp, lane);
+    const u32 count = Work::count(call);
+    u32 passes = 0;
+    // The first turn is that of the first warpgroup.
+    if (group.number == GROUPS - 1) group.end_turn();
+#pragma unroll 1
+    for (u32 round = 0;; round++) {
+        barrier_wait(pipeline.work_full + 8 * (round % 2), round / 2 & 1);
+        const u32 number = __shfl_sync(ALL_LANES, works[round % 2], 0);
+        if (number >= count) break;
+        const Work work(call, number);
+        // All warps have read the queries of the work before.
+        const auto free = [&] {
+            group.sync();
+            if (group.leads) barrier_arrive(pipeline.work_empty + 8 * (round % 2));
+        };
+        if (work.end_pass == 0) {
+            free();
+            continue;
+        }
+        const WarpQueries queries = {call, room + QUERIES_AT, deltas, warp, lane};
+        if (call.query_type == ELEMENTS_F32) {
+            queries.move<u32>(work.item, work.kv_head, work.first, group.loaded, free);
+        } else {
+            queries.move<u16>(work.item, work.kv_head, work.first, group.loaded, free);
+        }
+        shared_visible();
+        group.sync();
+        group.attend(call, pipeline, work, deltas, passes);
+    }
+    // The last turn that was announced.
+    if (group.number == 0) group.await_turn();
+}

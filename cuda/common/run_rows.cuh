@@ -1,0 +1,187 @@
+// The rows of attend_run_pipelined.cu: queries into shared memory, and outputs from registers.
+//
+// A row is a query and a query head. Four warps have 64 of them, each 16. Queries are halves: f16 as it is, other types
+// times a power of two.
+
+#pragma once
+
+#include "common/attend_call.cuh"
+#include "common/warpgroup.cuh"
+
+constexpr int WARP_ROWS = 16;
+constexpr int GROUP_ROWS = 64;
+constexpr int ROWS = WARPS * WARP_ROWS;
+// Steps of 16 channels, which one product takes.
+constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
+// The queries of four warps as matrices: [16 channels][8 rows][8 channels].
+constexpr u32 GROUP_QUERY_BYTES = GROUP_ROWS * HEAD_DIM * 2;
+
+// The output of a lane's two rows, g and g + 8: [8 channels][row, channels 2 c and 2 c + 1].
+using RowValues = float[2 * CHANNEL_STEPS][4];
+
+// The query of a row, counted from the first of the part, and its query head in the group. They do not depend on the
+// item.
+struct PlacedRow {
+    u32 both;
+
+    __device__ __forceinline__ PlacedRow(u32 row, u32 group) : both(row / group | row % group << 16) {}
+    __device__ __forceinline__ u32 query() const { return both & 0xffffu; }
+    __device__ __forceinline__ u32 head() const { return both >> 16; }
+};
+
+// Eight elements of a row, as their type has them: u32 for f32, u16 for f16 and bf16.
+template <typename Bits>
+struct EightElements {
+    static constexpr int WORDS = 2 * sizeof(Bits);
+
+    u32 words[WORDS];
+
+    // `aligned` tells that 16 bytes can be loaded at once.
+    __device__ __forceinline__ void load(const Bits* from, bool exists, bool aligned) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) words[i] = 0u;
+        if (!exists) return;
+        if (aligned) {
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; i++) {
+                const uint4 loaded = ((const uint4*)from)[i];
+                words[4 * i] = loaded.x;
+                words[4 * i + 1] = loaded.y;
+                words[4 * i + 2] = loaded.z;
+                words[4 * i + 3] = loaded.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) words[i * WORDS / 8] |= (u32)from[i] << (WORDS == 4 ? 16 * (i % 2) : 0);
+        }
+    }
+
+    __device__ __forceinline__ float at(int i, u32 type) const {
+        if (WORDS == 8) return __uint_as_float(words[i % WORDS]);
+        return element_value(type, words[i / 2] >> 16 * (i % 2) & 0xffffu);
+    }
+
+    // The elements as halves, after a multiplication.
+    __device__ __forceinline__ uint4 halves(u32 type, float factor) const {
+        if (type == ELEMENTS_F16) return {words[0], words[1], words[2], words[3]};
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) pairs[i] = half_pair(at(2 * i, type) * factor, at(2 * i + 1, type) * factor);
+        return {pairs[0], pairs[1], pairs[2], pairs[3]};
+    }
+};
+
+// The queries of a warp's rows, on their way to shared memory. Eight lanes have eight rows, and four of them a row.
+struct WarpQueries {
+    static constexpr int LANE_CHUNKS = HEAD_DIM / 32;
+
+    const AttendCall& call;
+    u8* queries;
+    // What turns products of a row into scores.
+    float* deltas;
+    int warp;
+    int lane;
+
+    // `rows` are those of the lane, `first` the first query of the part in its item. Rows beyond those of the item have
+    // its last query. `free` waits until the queries of the work before were read.
+    template <typename Bits, typename Free>
+    __device__ __forceinline__ void move(const Item& item, u32 kv_head, u32 first, const PlacedRow (&rows)[2], Free free) const {
+        const bool aligned = (((u64)call.queries | call.query_stride * sizeof(Bits)) & 15u) == 0u;
+        // As many rows of a lane as registers have room for.
+        constexpr int at_once = HEAD_DIM * sizeof(Bits) <= 512 ? 2 : 1;
+#pragma unroll
+        for (int h = 0; h < 2; h += at_once) {
+            EightElements<Bits> of[at_once][LANE_CHUNKS];
+#pragma unroll
+            for (int k = 0; k < at_once; k++) {
+                const u64 row = item.row + min(first + rows[h + k].query(), item.queries - 1u);
+                const u32 head = kv_head * call.group + rows[h + k].head();
+                const Bits* const from = (const Bits*)call.queries + row * call.query_stride + (u64)head * TENSOR_CHANNELS;
+#pragma unroll
+                for (int i = 0; i < LANE_CHUNKS; i++) {
+                    const int channel = 8 * (4 * i + lane / 8);
+                    of[k][i].load(from + channel, channel < TENSOR_CHANNELS, aligned);
+                }
+            }
+            if (h == 0) free();
+#pragma unroll
+            for (int k = 0; k < at_once; k++) put(of[k], warp * WARP_ROWS + 8 * (h + k) + lane % 8);
+        }
+    }
+
+    // Stores the lane's part of a row as matrices.
+    template <typename Bits>
+    __device__ __forceinline__ void put(const EightElements<Bits> (&of)[LANE_CHUNKS], int row) const {
+        const u32 type = sizeof(Bits) == 4 ? ELEMENTS_F32 : call.query_type;
+        u8* const to = queries + row / GROUP_ROWS * GROUP_QUERY_BYTES + row % GROUP_ROWS / 8 * 256 + row % 8 * 16;
+        // Other types than f16 become halves up to 2^15. The range leaves room for the inverse.
+        u32 exponent = 127u;
+        if (type != ELEMENTS_F16) {
+            float largest = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8 * LANE_CHUNKS; i++) largest = fmaxf(largest, fabsf(of[i / 8].at(i % 8, type)));
+            largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 8));
+            largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 16));
+            exponent = min(max(__float_as_uint(largest) >> 23, 40u), 240u) - 14u;
+        }
+        const float factor = __uint_as_float((254u - exponent) << 23);
+#pragma unroll
+        for (int i = 0; i < LANE_CHUNKS; i++) {
+            const int chunk = 4 * i + lane / 8;
+            *(uint4*)(to + chunk / 2 * (GROUP_ROWS * 32) + chunk % 2 * MATRIX_BYTES) = of[i].halves(type, factor);
+        }
+        if (lane < 8) deltas[row] = __uint_as_float(exponent << 23) * call.score_scale;
+    }
+};
+
+// Where a lane writes its part of a row: an output, or a state in single precision.
+struct RowTarget {
+    void* to;
+    u32 type;
+    int channels;
+    bool exists;
+    // Whether pairs of f32, or four elements of 16 bits, can be stored at once.
+    bool aligned;
+
+    // Channels 8 n + 2 c and the one after. Neighbouring lanes exchange words of 16 bits, so that four lanes write whole
+    // sectors of 32 bytes.
+    __device__ __forceinline__ void write(const RowValues& sums, int h, float factor, int lane) const {
+        const int c = lane & 3;
+        if (type == ELEMENTS_F32) {
+#pragma unroll
+            for (int n = 0; n < 2 * CHANNEL_STEPS; n++) {
+                const int channel = 8 * n + 2 * c;
+                const float2 pair = {sums[n][2 * h] * factor, sums[n][2 * h + 1] * factor};
+                if (!exists || channel >= channels) continue;
+                float* const at = (float*)to + channel;
+                if (aligned) {
+                    *(float2*)at = pair;
+                } else {
+                    at[0] = pair.x;
+                    at[1] = pair.y;
+                }
+            }
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < 2 * CHANNEL_STEPS; n += 2) {
+            const u32 first = pair_bits(sums[n][2 * h] * factor, sums[n][2 * h + 1] * factor);
+            const u32 second = pair_bits(sums[n + 1][2 * h] * factor, sums[n + 1][2 * h + 1] * factor);
+            const u32 other = __shfl_xor_sync(ALL_LANES, c & 1 ? first : second, 1);
+            const int channel = 8 * (n + (c & 1)) + 2 * (c & 2);
+            if (!exists || channel >= channels) continue;
+            const u32 words[2] = {c & 1 ? other : first, c & 1 ? second : other};
+            u16* const at = (u16*)to + channel;
+            if (aligned) {
+                *(uint2*)at = {words[0], words[1]};
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; i++) at[i] = (u16)(words[i / 2] >> 16 * (i % 2));
+            }
+        }
+    }
+
+    __device__ __forceinline__ u32 pair_bits(float low, float high) const {
+        return type == ELEMENTS_F16 ? half_pair(low, high) : bfloat_bits(low) | bfloat_bits(high) << 16;
+    }
+};
