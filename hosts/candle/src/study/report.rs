@@ -23,6 +23,13 @@ struct Report<'a, T> {
     rows: &'a [T],
 }
 
+/// This run. The program is not the command that its decoder is taken from.
+fn run() -> Run {
+    let of_command = this_run(String::new(), None);
+    let arguments = of_command.command.split_once(' ').map_or("", |(_, arguments)| arguments);
+    Run { command: format!("candle-host {arguments}"), ..of_command }
+}
+
 /// Writes what was asked for.
 pub fn write<R: Rig, T: Serialize>(
     rig: &R,
@@ -32,7 +39,7 @@ pub fn write<R: Rig, T: Serialize>(
     plot: impl FnOnce() -> Plot,
 ) -> Result<()> {
     if let Some(path) = &common.json {
-        let report = Report { study, run: this_run(String::new(), None), device: rig.backend().name(), model, rows };
+        let report = Report { study, run: run(), device: rig.backend().name(), model, rows };
         to_file(path, &serde_json::to_string_pretty(&report)?)?;
     }
     if let Some(path) = &common.plot {
@@ -47,7 +54,7 @@ fn to_file(path: &Path, text: &str) -> Result<()> {
 
 /// What a study says before its table.
 pub fn heading<R: Rig>(rig: &R, study: &str, model: &str) {
-    let Run { commit, date, command, .. } = this_run(String::new(), None);
+    let Run { commit, date, command, .. } = run();
     println!("\n{study}: {model}; {}; commit {}; {date}", rig.backend().name(), commit.unwrap_or("unknown".into()));
     println!("{command}\n");
 }
