@@ -102,24 +102,39 @@ impl Program {
     /// # Errors
     /// [`Error::Adapter`] when NVRTC is not installed, [`Error::Gpu`] with its log when it refuses the source.
     pub fn compile(&self, architecture: &str) -> Result<Vec<u8>> {
+        self.compile_with(&self.options(architecture)).map(|(binary, _)| binary)
+    }
+
+    /// What the compiler remarks on the kernels: registers, spills, and products of warpgroups that it makes wait for
+    /// each other ("serialized").
+    ///
+    /// # Errors
+    /// As [`Program::compile`].
+    pub fn compiler_remarks(&self, architecture: &str) -> Result<String> {
+        let mut options = self.options(architecture);
+        options.push("--ptxas-options=-v".into());
+        self.compile_with(&options).map(|(_, log)| log)
+    }
+
+    fn compile_with(&self, options: &[String]) -> Result<(Vec<u8>, String)> {
         if !nvrtc_present() {
             let reason = "NVRTC (libnvrtc, part of the CUDA toolkit) was not found, and the kernels are not in the kernel \
                           cache; install it, set the library path, or ship a filled cache";
             return Err(Error::Adapter { reason: reason.into() });
         }
         let source = c_string(self.sources.assemble(self.files))?;
-        let options = self.options(architecture);
         let failed = |what: &str, error: nvrtc::NvrtcError| Error::Gpu { message: format!("NVRTC, {what}: {error:?}") };
         let program = nvrtc::create_program(&source, None).map_err(|error| failed("source", error))?;
         // SAFETY: `program` was just created, is used by this thread alone, and is destroyed once, below.
-        let compiled = unsafe { nvrtc::compile_program(program, &options) };
+        let compiled = unsafe { nvrtc::compile_program(program, options) };
+        let log = log_of(program);
         let binary = match compiled {
             Ok(()) => binary_of(program).map_err(|error| failed("binary", error)),
-            Err(error) => Err(failed(&log_of(program), error)),
+            Err(error) => Err(failed(&log, error)),
         };
         // SAFETY: Created above and not used after this.
         unsafe { nvrtc::destroy_program(program) }.map_err(|error| failed("release", error))?;
-        binary
+        Ok((binary?, log))
     }
 }
 

@@ -351,6 +351,29 @@ mod tests {
         program.compile(&program.architecture(&H200)).unwrap();
     }
 
+    /// Products of warpgroups do not wait for each other, and the sums of prompts stay in registers.
+    #[test]
+    #[ignore = "needs NVRTC"]
+    fn prompts_neither_wait_nor_spill() {
+        for head_dim in [64, 96, 128, 256] {
+            let shape = AttentionShape::new(32, 8, head_dim).unwrap();
+            for format in [SegmentFormat::F16, SegmentFormat::saw_int4()] {
+                let pages = PageFormat::new(&shape, &format).unwrap();
+                let Some(run) = RunVariant::new(pages, BLOCK_ROWS / 2, &H200) else { continue };
+                let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
+                for program in [run, run.with_logits(windowed)].map(|run| run.program()) {
+                    let remarks = program.compiler_remarks(&program.architecture(&H200)).unwrap();
+                    assert!(!remarks.contains("serialized"), "{format} at {head_dim}: {remarks}");
+                    let numbers = remarks.split(" bytes spill stores").map(|before| before.rsplit(' ').next());
+                    let stores: Vec<usize> = numbers.flatten().filter_map(|number| number.parse().ok()).collect();
+                    // Places of rows and the like, once for each work: no sum.
+                    assert!(stores.iter().all(|&bytes| bytes <= 64), "{format} at {head_dim}: {remarks}");
+                    assert!(!stores.is_empty(), "{remarks}");
+                }
+            }
+        }
+    }
+
     /// What is compiled for steps over these pages.
     fn programs(pages: PageFormat, shape: &AttentionShape) -> Vec<Program> {
         let attend = AttendVariant::candidates(pages, shape.group(), 9, &H200).unwrap()[0];
