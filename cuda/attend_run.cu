@@ -38,6 +38,7 @@
 #include "common/logits.cuh"
 #include "common/tile_halves.cuh"
 #include "common/run_queries.cuh"
+#include "common/run_softmax.cuh"
 #include "common/warpgroup.cuh"
 #include "common/tile_ring.cuh"
 #include "merge_states.cu"
@@ -48,20 +49,6 @@ constexpr int RUN_TOKENS = PASS_STEPS * BLOCK_TOKENS;
 
 // A warp's outputs, padded so that the rows of a fragment lie in different banks.
 constexpr int OUTPUT_ROW = HEAD_DIM + 8;
-
-// The score of a masked token: below all others, and finite, so that differences exist.
-constexpr float NO_SCORE = -1e30f;
-
-// The largest over the four lanes that hold the same rows, and the sum.
-__device__ __forceinline__ float max_of_quad(float x) {
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-}
-
-__device__ __forceinline__ float sum_of_quad(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
 
 // The sums of a warp so far. A lane holds rows g and g + 8: references, its part of the weights, and the products, [8
 // channels][row, channels 2 c and 2 c + 1].
@@ -93,23 +80,8 @@ struct RunSums {
     }
 };
 
-// Weights are halves up to 2^15. If one would be larger, references move so that it is at most 2^6 (as in
-// common/weights.cuh).
-constexpr float MOST_WEIGHT = 15.0f;
-constexpr float START_WEIGHT = 6.0f;
-
 // The products of a lane: [8 tokens][row, tokens 2 c and 2 c + 1].
 using PassProducts = float[2 * PASS_STEPS][4];
-
-// The largest of row `h`.
-__device__ __forceinline__ float largest_of_row(const PassProducts& products, int h) {
-    float largest = fmaxf(products[0][2 * h], products[0][2 * h + 1]);
-#pragma unroll
-    for (int j = 1; j < 2 * PASS_STEPS; j++) {
-        largest = fmaxf(largest, fmaxf(products[j][2 * h], products[j][2 * h + 1]));
-    }
-    return largest;
-}
 
 #if WARPGROUPS
 // The queries of a warpgroup, as matrices in shared memory.

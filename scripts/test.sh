@@ -266,9 +266,22 @@ else
 fi
 not_run semver-checks "no version of kvpack is published yet, so there is nothing to compare the public interface with"
 stage fmt cargo fmt --all --check
-stage build build || { summary; exit 1; }
-
 first="${drivers[0]}"
+
+# A burn program in a workspace of its own. Compiling takes most of its time.
+host_burn() {
+    if printf '%s\n' 1.95 "$(rustc --version | cut -d ' ' -f 2)" | sort -V -C; then
+        stage host-burn on "$first" env -u VK_INSTANCE_LAYERS \
+            cargo run --locked --manifest-path hosts/burn/Cargo.toml --target-dir target/hosts/burn
+    else
+        not_run host-burn "burn needs Rust 1.95: see hosts/burn/README.md"
+    fi
+}
+
+# It shares nothing with the build, which does not keep two processors busy.
+host_burn &
+stage build build || { wait; summary; exit 1; }
+
 if [ "$(uname -s)" = Linux ]; then
     for driver in "${drivers[@]}"; do
         stage "validation-on-$driver" validation_is_on "$driver"
@@ -329,16 +342,6 @@ example() {
     stage example-serving on "$first" "$folder/serving"
 }
 
-# A burn program in a workspace of its own. Compiling takes most of its time.
-host_burn() {
-    if printf '%s\n' 1.95 "$(rustc --version | cut -d ' ' -f 2)" | sort -V -C; then
-        stage host-burn on "$first" env -u VK_INSTANCE_LAYERS \
-            cargo run --locked --manifest-path hosts/burn/Cargo.toml --target-dir target/hosts/burn
-    else
-        not_run host-burn "burn needs Rust 1.95: see hosts/burn/README.md"
-    fi
-}
-
 # The wheel for Python, in a workspace of its own: a debug build of the CPU backend, tested with NumPy.
 python_wheel() {
     if scripts/python.sh tools >"$logs/python-tools.log" 2>&1 </dev/null; then
@@ -375,7 +378,7 @@ by_cargo() {
 }
 
 # The longest first, so that all end together.
-three_at_a_time by_cargo host_burn python_wheel conformance_elsewhere gpu_tests_elsewhere gpu_tests other_programs \
+three_at_a_time by_cargo python_wheel conformance_elsewhere gpu_tests_elsewhere gpu_tests other_programs \
     gpu_conformance cpu_conformance safe_checks floor strict_webgpu example
 stage validation-messages no_validation_messages
 

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstreamCaptureStatus;
 
-use super::attend::attend_step::{AttendStep, AttendTensors, prepare};
+use super::attend::attend_step::{AttendStep, AttendTensors};
 use super::attend::launch::BoundAttendStep;
 use super::attend::model_tables::{ModelTables, PAGE_ADDRESSES};
+use super::attend::prepare::prepare;
 use super::attend::scratch::{AttendScratch, Sizing};
 use super::backend::Cuda;
 use super::device::driver::driver_error;

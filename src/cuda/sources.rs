@@ -38,6 +38,8 @@ files![
     "common/rows.cuh",
     "common/run_queries.cuh",
     "common/run_rows.cuh",
+    "common/run_softmax.cuh",
+    "common/run_works.cuh",
     "common/scores.cuh",
     "common/scores_grouped.cuh",
     "common/sketch.cuh",

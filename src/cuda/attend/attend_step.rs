@@ -6,12 +6,11 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
-use super::logits::{Logits, TokenMask};
-use super::parts::{RunRows, SegmentParts, few_queries, query_blocks};
-use super::run_variant::{RunVariant, WORK_COUNTER_BYTES, item_rows};
+use super::parts::{RunRows, SegmentParts, query_blocks};
+use super::run_variant::WORK_COUNTER_BYTES;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
 use super::segment::{PlannedLaunch, assign_states};
-use super::variant::{AttendVariant, ScorePass};
+use super::variant::ScorePass;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::launch::KernelLaunch;
@@ -19,8 +18,8 @@ use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::cuda::device::tensor::Tensor;
-use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, LayerAttention, QueryLayout, Scoring, StoreFormat};
+use crate::format::{AttentionShape, Calibration, KeyOrValue};
+use crate::plan::{AttendPlan, ElementType, QueryLayout, Scoring};
 use crate::{Error, Result};
 
 /// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
@@ -51,48 +50,6 @@ pub struct AttendStep {
     pub(super) scoring: Scoring,
     query_rows: QueryLayout,
     pub(super) output_rows: QueryLayout,
-}
-
-/// Compiles every attention kernel that steps over these stores may use, for runs of up to `longest` queries.
-///
-/// # Errors
-/// As [`AttendStep::new`], and errors from compiling kernels.
-pub(in crate::cuda) fn prepare(
-    backend: &Cuda,
-    shape: &AttentionShape,
-    (stores, attention): (&[StoreFormat], &LayerAttention),
-    longest: usize,
-) -> Result<()> {
-    let scoring = attention.scoring().cloned().unwrap_or_else(|| Scoring::of(shape));
-    // Items that the window cuts, and items that it does not.
-    let masks = [Some(TokenMask::None), attention.window().map(|_| TokenMask::Window)];
-    let logits: Vec<Logits> = masks.into_iter().flatten().map(|mask| Logits::new(&scoring, mask)).collect();
-    for StoreFormat { format, calibration } in stores {
-        let pages = PageFormat::new(shape, format)?;
-        // A query has extremes of its own.
-        let (passes, queries): (&[ScorePass], _) = match calibration {
-            None => (&[ScorePass::Plain], longest.min(few_queries(shape))),
-            Some(_) => (&[ScorePass::Extremes, ScorePass::Mapped], 1),
-        };
-        for queries in 1..=queries {
-            for variant in AttendVariant::all(pages, shape.group(), queries, backend.kernels().facts())? {
-                for &logits in &logits {
-                    let variant = AttendVariant { logits, ..variant };
-                    passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
-                }
-            }
-        }
-        let facts = backend.kernels().facts();
-        let most = item_rows(shape.head_dim(), *format == SegmentFormat::F16, facts) / shape.group();
-        if calibration.is_none() && longest > 1 && most > 1 {
-            for variant in RunVariant::all(pages, longest.min(most) * shape.group(), facts) {
-                if variant.least_rows() <= longest.min(most) * shape.group() {
-                    logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
-                }
-            }
-        }
-    }
-    Ok(())
 }
 
 impl AttendStep {
@@ -375,6 +332,7 @@ impl AttendStep {
 mod tests {
     use super::super::kernel::SegmentKernel;
     use super::super::segment::Item;
+    use super::super::variant::AttendVariant;
     use super::*;
     use crate::Bits;
     use crate::conformance::decode_formats;

@@ -8,6 +8,7 @@ pub(super) mod merge_pair;
 pub(super) mod merge_parts;
 pub(super) mod model_tables;
 mod parts;
+pub(super) mod prepare;
 mod run_variant;
 pub(super) mod scratch;
 mod segment;
