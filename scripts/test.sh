@@ -266,6 +266,11 @@ else
 fi
 not_run semver-checks "no version of kvpack is published yet, so there is nothing to compare the public interface with"
 stage fmt cargo fmt --all --check
+if command -v python3 >/dev/null; then
+    stage host-tables python3 scripts/host-tables.py --check
+else
+    not_run host-tables "python3 is not installed"
+fi
 first="${drivers[0]}"
 
 # A burn program in a workspace of its own. Compiling takes most of its time.

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Makes the tables of docs/results/hosts/README.md from the JSON files next to it.
+
+    host-tables.py            prints every table
+    host-tables.py --check    fails if the page lacks one of them
+
+`candle-host study … --json` writes the files.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs/results/hosts"
+
+
+def rows_of(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())["rows"]
+
+
+def number(x, digits=2):
+    return "–" if x is None else f"{x:.{digits}f}"
+
+
+def table(header, rows):
+    left = ("batch × tokens", "recipe", "attention of")
+    rule = ["---" if name in left else "---:" for name in header]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def recipes_of(rows):
+    return list(dict.fromkeys(row["recipe"] for row in rows))
+
+
+def rates(name, batches, lengths):
+    """Tokens per second by batch and length, a column for each recipe."""
+    rows = rows_of(name)
+    by = {(row["batch"], row["tokens"], row["recipe"]): row["tokens_per_second"] for row in rows}
+    recipes = recipes_of(rows)
+    lines = [[f"{b} × {t}", *(number(by.get((b, t, r)), 0) for r in recipes)] for t in lengths for b in batches]
+    return table(["batch × tokens", *recipes], lines)
+
+
+def parts(name, sizes, recipes):
+    """What a step is made of. Without a graph of the layers only its time is known."""
+    by = {(row["batch"], row["tokens"], row["recipe"]): row for row in rows_of(name)}
+    lines = []
+    for batch, tokens, recipe in [(b, t, recipe) for b, t in sizes for recipe in recipes]:
+        row = by[batch, tokens, recipe]
+        step, device, attention = row["step_ms"], row.get("device_ms"), row.get("attention_ms")
+        rest, host = (device - attention, step - device) if device else (None, None)
+        lines.append([f"{batch} × {tokens}", recipe, number(step), number(attention), number(rest), number(host)])
+    return table(["batch × tokens", "attention of", "step ms", "attention", "rest of the model", "host"], lines)
+
+
+def throughput(name):
+    """Within a budget of memory, relative to the first row."""
+    rows = rows_of(name)
+    first, lines = rows[0], []
+    for row in rows:
+        kernels = first["same_batch_ms"] / row["same_batch_ms"]
+        decoded = row["decoded_per_second"] / first["decoded_per_second"]
+        lines.append([
+            row["recipe"], f"{row['bytes_of_request'] / 2**20:.0f}", str(row["batch"]),
+            f"{row['tokens_per_second']:.0f}", number(row["tokens_per_second"] / first["tokens_per_second"]),
+            f"{row['decoded_per_second']:.0f}", number(decoded), number(kernels), number(decoded / kernels),
+        ])  # fmt: skip
+    header = ["recipe", "MiB a request", "batch", "tokens/s", "×", "decoded tokens/s", "×", "of kernels", "of the batch"]
+    return table(header, lines)
+
+
+def policy(name):
+    """What keeping fewer tokens costs and brings."""
+    lines = []
+    for row in sorted(rows_of(name), key=lambda row: (row["tokens"], row["batch"])):
+        lines.append([
+            f"{row['batch']} × {row['tokens']}", f"`{row['recipe']}`", number(row["step_ms"]), number(row["attention_ms"]),
+            number(row["decode"]), number(row["cache_mib"], 0), number(row["statistics_ms"], 1),
+            number(row["compress_ms"], 1), f"{100 * row['overhead']:.1f} %", number(row["end_to_end"]),
+        ])  # fmt: skip
+    header = ["batch × tokens", "recipe", "step ms", "attention", "×", "cache MiB", "statistics ms", "compress ms",
+              "overhead", "end to end ×"]  # fmt: skip
+    return table(header, lines)
+
+
+def context(name):
+    """Time of a step by the length of the context, relative to f16 in parentheses."""
+    rows = rows_of(name)
+    by = {(row["tokens"], row["recipe"]): f"{row['step_ms']:.2f} ({row['times']:.2f})" for row in rows}
+    recipes = recipes_of(rows)
+    lengths = sorted({row["tokens"] for row in rows})
+    return table(["tokens", *recipes], [[str(t), *(by[t, r] for r in recipes)] for t in lengths])
+
+
+def tables():
+    batches = [1, 8, 64]
+    some = ["candle", "f16", "saw-int4", "calibquant:1"]
+    yield rates("decode-8b", batches, [1024, 8192, 32768])
+    yield parts("decode-8b", [(1, 1024), (8, 32768), (64, 8192)], [*some, "kivi:2"])
+    yield rates("decode-smollm2", batches, [1024, 4096, 8000])
+    yield parts("decode-smollm2", [(1, 1024), (64, 8000)], some)
+    yield from (throughput(f"throughput-7b-{budget}g") for budget in (5, 20))
+    yield from (policy(name) for name in ("latency-7b", "latency-8b", "lookm-13b"))
+    yield context("context-7b")
+
+
+def main():
+    if sys.argv[1:] != ["--check"]:
+        print("\n\n".join(tables()))
+        return
+    page = (FOLDER / "README.md").read_text()
+    missing = [made for made in tables() if made not in page]
+    for made in missing:
+        print(f"docs/results/hosts/README.md lacks this table; scripts/host-tables.py prints it:\n{made}\n")
+    sys.exit(bool(missing))
+
+
+if __name__ == "__main__":
+    main()
