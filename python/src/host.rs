@@ -189,8 +189,8 @@ impl Host for Cpu {
 
 /// Elements of the caller, where they lie.
 fn in_place(elements: usize, view: &View) -> PyResult<CpuTensor> {
-    // SAFETY: the owner keeps so many elements. Callers are told not to write the tensors of a call while it runs; NumPy
-    // and PyTorch compute without the interpreter's lock under the same condition. Outputs overlap no input.
+    // SAFETY: the owner keeps this number of elements. Callers are told not to write the tensors of a call while it runs.
+    // NumPy and PyTorch compute without the interpreter's lock under the same condition. Outputs overlap no input.
     unsafe { CpuTensor::from_address(view.kept(), view.address, elements, view.element) }.map_err(raised)
 }
 

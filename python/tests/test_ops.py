@@ -64,7 +64,7 @@ def test_a_compiled_model_is_one_graph(backend):
 
 
 class Again:
-    """A step of the second sequence that opens anew for every call: ``opcheck`` calls operators several times."""
+    """A step of the second sequence. Each call opens one, since ``opcheck`` calls operators several times."""
 
     def __init__(self, layers):
         self.layers = layers

@@ -145,7 +145,7 @@ fn bits_of(config: &Config, recipe: &ModelRecipe) -> Result<f64> {
     Ok(of_layer.packed().format.bits_per_element(&config.attention))
 }
 
-/// Says whether a text of the greedy model is that of candle's own attention.
+/// Compares the greedy text of the model with the text that candle's own attention gives.
 fn greedy<R: Rig>(rig: &R, host: &mut Host<R::Steps>, output: usize) -> Result<String> {
     // Random models know no text.
     let prompt = host.model().tokenizer.encode_text(PROMPT).ok().filter(|prompt| !prompt.is_empty());

@@ -30,7 +30,7 @@ fn run() -> Run {
     Run { command: format!("candle-host {arguments}"), ..of_command }
 }
 
-/// Writes what was asked for.
+/// Writes the JSON file and the plot that the options name.
 pub fn write<R: Rig, T: Serialize>(
     rig: &R,
     common: &Common,

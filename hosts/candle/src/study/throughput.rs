@@ -104,7 +104,7 @@ impl ThroughputArgs {
         report::write(rig, &self.common, ("throughput", &name), &rows, plot)
     }
 
-    /// Milliseconds of a step without prompts for so many sequences.
+    /// Milliseconds of a step without prompts, at this number of sequences.
     fn decoded<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str, sequences: usize) -> Result<f64> {
         const STEPS: usize = 8;
         let of = Contexts { sequences, tokens: self.prompt, more: STEPS + 8 };
