@@ -189,7 +189,7 @@ impl Host for Cpu {
 
 /// Elements of the caller, where they lie.
 fn in_place(elements: usize, view: &View) -> PyResult<CpuTensor> {
-    // SAFETY: the owner keeps this number of elements. Callers are told not to write the tensors of a call while it runs.
+    // SAFETY: the owner keeps this number of elements. Callers are told not to write the tensors of a running call.
     // NumPy and PyTorch compute without the interpreter's lock under the same condition. Outputs overlap no input.
     unsafe { CpuTensor::from_address(view.kept(), view.address, elements, view.element) }.map_err(raised)
 }

@@ -57,8 +57,8 @@ impl ForeignTensor {
 
     pub(super) const fn elements(&self) -> Elements<'_> {
         let (address, n) = (self.address, self.elements);
-        // SAFETY: the caller of `new` promised that this number of elements lies there, and that nothing writes them while
-        // the shared reference lives. `new` checked the alignment.
+        // SAFETY: the caller of `new` promised that this number of elements lies there, and that nothing writes them
+        // while the shared reference lives. `new` checked the alignment.
         unsafe {
             match self.element_type {
                 ElementType::F32 => Elements::F32(std::slice::from_raw_parts(address.cast().as_ptr(), n)),
