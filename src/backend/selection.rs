@@ -3,6 +3,7 @@
 use std::future::Future;
 
 use super::Storage;
+use crate::counts::TokenCount;
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::policy::{ColumnRequest, HeadAggregation, Merging, QueryPositions, ScoreRequest, StatsRequest};
@@ -82,6 +83,7 @@ impl<T> NewQueries<'_, T> {
     /// counts are requested of rows whose log-sum-exps are known, or the maximum over heads is, which parts do not add
     /// up to.
     pub(crate) fn check(&self, columns: &ColumnRequest, elements: impl Fn(&T) -> usize) -> Result<()> {
+        TokenCount::new(self.tokens)?;
         let (heads, head_dim) = (self.shape.query_heads(), self.shape.head_dim());
         let end = self.first_row.saturating_add(self.rows.len());
         if end > self.queries.layout.tokens || self.keys.layout.tokens > self.tokens {

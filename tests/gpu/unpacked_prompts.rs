@@ -88,7 +88,7 @@ impl Engine<Wgpu> for Passes {
 
 #[test]
 fn policies_keep_of_parts_what_they_keep_of_the_whole() {
-    let backend = gpu_device::shared();
+    let backend = gpu_device::fresh(); // where nobody else submits
     for (name, policy, recipe) in pairs(false) {
         let mut engine = Passes::new(&backend, &recipe);
         check_policy(&backend, &mut engine, (name, &policy, &recipe), 1e-4);
@@ -109,7 +109,7 @@ fn calls_keep_the_same() {
 
 #[test]
 fn mixtures_pack_parts_as_the_whole() {
-    let backend = gpu_device::shared();
+    let backend = gpu_device::fresh(); // where nobody else submits
     for recipe in ["cocktail", "mix=f16:0.2,calibquant:4:0.3,saw-int4"] {
         let mut engine = Passes::new(&backend, &Recipe::f16());
         check_mixture(&backend, &mut engine, recipe, 1e-4);

@@ -3,6 +3,7 @@
 use super::{DenseRows, StatsInput, attention_column_stats, attention_row_stats};
 use crate::Result;
 use crate::backend::NewQueries;
+use crate::counts::filled;
 use crate::cpu::CpuTensor;
 use crate::cpu::dense::read_row;
 use crate::format::AttentionShape;
@@ -44,7 +45,10 @@ pub(in crate::cpu) fn add_attention(
         }
     };
     let of_sums = columns.aggregation.rows(heads, shape.kv_heads()) * tokens;
-    let mut added = sums.as_ref().map_or_else(|| vec![0.0; of_sums], CpuTensor::to_f32);
+    let mut added = match sums {
+        Some(sums) => sums.to_f32(),
+        None => filled("sums of a prompt", of_sums, 0.0)?,
+    };
     for (sums, found) in added.chunks_exact_mut(tokens).zip(found.sums.chunks_exact(rows.tokens())) {
         sums.iter_mut().zip(found).for_each(|(sum, found)| *sum += found);
     }

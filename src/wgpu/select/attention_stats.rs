@@ -547,7 +547,7 @@ impl AttentionStatsPlan {
             Some(cut) => cut.column_variant(queries, aggregation, counting),
             None => {
                 let variant = column_variant(self.shape.head_dim(), aggregation, counting, queries, keys);
-                if self.adding.is_some() { variant.constant("ADDS", 1) } else { variant }
+                if self.adding.is_some() { adding(variant) } else { variant }
             }
         }
     }
@@ -574,6 +574,11 @@ fn column_variant(
     if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
 }
 
+/// The same that adds to what is there.
+fn adding(variant: Variant) -> Variant {
+    variant.constant("ADDS", 1)
+}
+
 fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
     variant.constant("HEAD_DIM", head_dim).import("rows", rows_file(keys)).import("queries", queries_file(queries))
 }
@@ -586,7 +591,12 @@ pub(super) fn variants() -> Vec<Variant> {
             let queries = ElementType::ALL[(i + j) % 3];
             found.push(row_variant(head_dim, queries, keys));
             for (k, aggregation) in HeadAggregation::ALL.into_iter().enumerate() {
-                found.push(column_variant(head_dim, aggregation, (i + j + k) % 2 == 0, queries, keys));
+                let counting = (i + j + k) % 2 == 0;
+                let variant = column_variant(head_dim, aggregation, counting, queries, keys);
+                if keys == ElementType::F32 {
+                    found.push(adding(variant.clone()));
+                }
+                found.push(variant);
             }
         }
     }
