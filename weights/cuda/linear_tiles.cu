@@ -2,7 +2,8 @@
 //
 // A block multiplies tiles of ROW_TILE rows by OUTPUT_TILE outputs. One warpgroup copies activations and dequantises
 // weights into rings in shared memory, steps of 128 inputs at a time, each weight rounded once to f16. The two others
-// multiply and keep the sums in registers: with 128 rows each has 64 of them, with 64 rows each has half of the outputs.
+// multiply and keep the sums in registers: with 128 rows each has 64 of them, with 64 rows each has half of the
+// outputs.
 //
 // Blocks of a cluster share activations, or the steps:
 // - SHARE 2: two blocks have the same rows and neighbouring outputs. Each copies half of the activations to both.
@@ -12,8 +13,8 @@
 // f32 activations come as PARTS = 2 numbers in f16, and the sums of both parts are the product. With UNITS 1 rows are
 // divided by a power of two each, with which the outputs are multiplied.
 //
-// Macros beside those of codes.cuh: ROW_TILE (64 or 128), OUTPUT_TILE (128 or 256), SHARE, SPLIT, PARTS, UNITS, OUTPUT (0
-// f32, 1 f16, 2 bf16), WIDE (1 if rows of outputs begin at multiples of 16 bytes).
+// Macros beside those of codes.cuh: ROW_TILE (64 or 128), OUTPUT_TILE (128 or 256), SHARE, SPLIT, PARTS, UNITS, OUTPUT
+// (0 f32, 1 f16, 2 bf16), WIDE (1 if rows of outputs begin at multiples of 16 bytes).
 //
 // Sums are f32 and run in a fixed order.
 
@@ -143,7 +144,8 @@ __device__ __forceinline__ HeldChunk load_held(const TilesCall& call, const Walk
 }
 
 // Copies the activations of a step, once the slot is empty.
-__device__ __forceinline__ void copy_inputs(const TilesCall& call, u32 base, const Walk& walk, const Place<X_SLOTS>& at) {
+__device__ __forceinline__ void copy_inputs(const TilesCall& call, u32 base, const Walk& walk,
+                                            const Place<X_SLOTS>& at) {
     barrier_wait(x_empty(base, at.slot), at.parity ^ 1);
     const u32 full = x_full(base, at.slot), to = base + X_AT + at.slot * (2 * X_BLOCK), row = walk.row;
     barrier_expect(full, 2 * X_BLOCK);
@@ -270,11 +272,12 @@ __device__ __forceinline__ void exchange(float (&sums)[EIGHTS][4], u32 base, u32
 
 // The word of each of four lanes to the lane whose number it has: a transposition.
 __device__ __forceinline__ uint4 transposed(uint4 x, u32 lane) {
+    constexpr u32 ALL = 0xffffffffu;
     const bool odd = lane % 2, high = lane / 2 % 2;
-    const u32 a = __shfl_xor_sync(0xffffffffu, odd ? x.x : x.y, 1), b = __shfl_xor_sync(0xffffffffu, odd ? x.z : x.w, 1);
+    const u32 a = __shfl_xor_sync(ALL, odd ? x.x : x.y, 1), b = __shfl_xor_sync(ALL, odd ? x.z : x.w, 1);
     if (odd) x.x = a, x.z = b;
     else x.y = a, x.w = b;
-    const u32 c = __shfl_xor_sync(0xffffffffu, high ? x.x : x.z, 2), d = __shfl_xor_sync(0xffffffffu, high ? x.y : x.w, 2);
+    const u32 c = __shfl_xor_sync(ALL, high ? x.x : x.z, 2), d = __shfl_xor_sync(ALL, high ? x.y : x.w, 2);
     if (high) x.x = c, x.y = d;
     else x.z = c, x.w = d;
     return x;
@@ -326,8 +329,9 @@ __device__ __forceinline__ void store_sums(const TilesCall& call, const float (&
                 const uint4 eight = transposed({output_pair(x[0], y[0]), output_pair(x[1], y[1]),
                                                 output_pair(x[2], y[2]), output_pair(x[3], y[3])}, lane);
                 const u32 output = first + 32 * four + 8 * (lane % 4);
-                unsigned short* const row_of = reinterpret_cast<unsigned short*>(call.outputs) + static_cast<size_t>(of) * OUTPUTS;
-                if (exists && output < OUTPUTS) *reinterpret_cast<uint4*>(row_of + output) = eight;
+                const size_t at = static_cast<size_t>(of) * OUTPUTS + output;
+                unsigned short* const to = reinterpret_cast<unsigned short*>(call.outputs) + at;
+                if (exists && output < OUTPUTS) *reinterpret_cast<uint4*>(to) = eight;
             } else {
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {

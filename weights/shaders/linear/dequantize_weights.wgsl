@@ -1,7 +1,7 @@
 // The weights [N, K] of a layer whose inputs lie in order, in f16.
 //
-// An invocation has eight weights. A weight is scale · (code - zero): code - zero is exact, and its product with the scale
-// is rounded once to f32 if the scale is not f16, and once to f16.
+// An invocation has eight weights. A weight is scale · (code - zero): code - zero is exact, and its product with the
+// scale is rounded once to f32 if the scale is not f16, and once to f16.
 
 // import codes = linear/codes/four.wgsl
 // import scales = linear/scales/half.wgsl

@@ -1,9 +1,9 @@
 // The product of many rows of f16 activations with packed weights, in tiles of 128 rows by 128 outputs, by cooperative
 // matrices of 16 × 16 × 16: y = x · Wᵀ.
 //
-// A workgroup dequantises a chunk of 32 inputs of its outputs into its memory, each weight rounded once to f16, with the
-// activations of its rows. Each of eight subgroups multiplies 64 rows by 32 outputs. What comes next is on its way while a
-// chunk is multiplied. Sums are f32 and run in a fixed order.
+// A workgroup dequantises a chunk of 32 inputs of its outputs into its memory, each weight rounded once to f16, with
+// the activations of its rows. Each of eight subgroups multiplies 64 rows by 32 outputs. What comes next is on its way
+// while a chunk is multiplied. Sums are f32 and run in a fixed order.
 //
 // f32 activations come as PARTS = 2 numbers in f16, one part behind the other, and the sums of both are the product.
 //

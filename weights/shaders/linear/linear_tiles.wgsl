@@ -3,8 +3,8 @@
 // A workgroup dequantises a chunk of 32 inputs of its outputs into its memory, with the activations of its rows, and an
 // invocation multiplies four rows by four outputs. Weights and sums are f32, and sums run in the order of the inputs.
 //
-// In workgroup memory part p of four inputs of row r lies at part p ^ (r / 4 % 8), so that neighbouring invocations read
-// from different banks.
+// In workgroup memory part p of four inputs of row r lies at part p ^ (r / 4 % 8), so that neighbouring invocations
+// read from different banks.
 
 // import codes = linear/codes/four.wgsl
 // import scales = linear/scales/half.wgsl

@@ -69,8 +69,8 @@ impl Linear {
     ///
     /// # Errors
     /// [`Error::Size`](crate::Error::Size) for 0 rows or more than [`MOST_ROWS`](crate::MOST_ROWS);
-    /// [`Error::Device`](crate::Error::Device) for tensors with fewer elements or of another stream, activations that do
-    /// not begin at a multiple of 16 bytes, and errors of the driver.
+    /// [`Error::Device`](crate::Error::Device) for tensors with fewer elements or of another stream, activations that
+    /// do not begin at a multiple of 16 bytes, and errors of the driver.
     pub fn bind(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<BoundLinear> {
         check_rows(rows)?;
         self.check("the activations", x, [rows, self.shape.inputs()])?;

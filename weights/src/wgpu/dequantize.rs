@@ -12,13 +12,13 @@ use crate::error::Result;
 pub struct BoundWeights(Launch);
 
 impl Linear {
-    /// Joins the weights `[N, K]` in f16, in the order of the inputs, with the tensor that takes them. They are those of
-    /// [`QuantizedLinear::dequantize_f16`](crate::QuantizedLinear::dequantize_f16), where the device rounds to the
+    /// Joins the weights `[N, K]` in f16, in the order of the inputs, with the tensor that takes them. They are those
+    /// of [`QuantizedLinear::dequantize_f16`](crate::QuantizedLinear::dequantize_f16), where the device rounds to the
     /// nearest f16.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) for a tensor that is not f16, has fewer elements or does not begin at the
-    /// alignment of the device, and for an odd number of weights.
+    /// [`Error::Device`](crate::Error::Device) for a tensor that is not f16, has fewer elements or does not begin at
+    /// the alignment of the device, and for an odd number of weights.
     pub fn dequantize_weights(&self, kernels: &Kernels, weights: &Tensor) -> Result<BoundWeights> {
         let what = "the weights";
         let limits = kernels.device().limits();
