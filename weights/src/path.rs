@@ -3,7 +3,8 @@
 use std::fmt;
 
 /// The kernel that a product takes, as [`wgpu::BoundLinear`](crate::wgpu::BoundLinear) and
-/// [`cuda::BoundLinear`](crate::cuda::BoundLinear) name it. Measurements chose it: see `docs/weights.md`.
+/// [`cuda::BoundLinear`](crate::cuda::BoundLinear) name it. Measurements chose those of CUDA: see
+/// `docs/weights.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Path {
