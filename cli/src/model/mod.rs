@@ -44,7 +44,7 @@ pub use projections::Projection;
 pub use quantized::QuantizedModel;
 pub use tokenizer::Tokenizer;
 pub use transformer::{Fused, Inputs, Model};
-pub use weights::Linear;
+pub use weights::{Linear, Product};
 
 /// Tokens of one forward pass over a text: a tile, so that chunks end where tiles do.
 pub const CHUNK_TOKENS: usize = kvpack::TILE_TOKENS;

@@ -18,6 +18,7 @@ use pollster::block_on;
 use crate::attention::Steps;
 use crate::host::{Host, cache_layers};
 use crate::rig::Rig;
+use crate::weights;
 
 /// Rows of the steps of a check.
 const ROWS: usize = 260;
@@ -96,7 +97,7 @@ pub fn run<R: Rig>(rig: &R) -> Result<bool> {
         Ok(Host::new(model, steps))
     };
     let expected = LogitsFile::expected()?.logits;
-    let mut passed = true;
+    let mut passed = weights::check(rig)?;
     for family in FAMILIES {
         let mut host = host(model(family)?)?;
         for recipe in RECIPES {

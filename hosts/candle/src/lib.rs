@@ -10,6 +10,7 @@ mod prompt;
 mod rig;
 mod serve;
 mod study;
+pub mod weights;
 
 pub use attention::{CpuRig, CpuSteps, Layers, Steps};
 pub use host::{Host, cache_layers};

@@ -4,12 +4,13 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_host::{CpuSteps, Host, cache_layers, checks};
+use candle_host::{CpuRig, CpuSteps, Host, cache_layers, checks, weights};
 use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, TokenRun};
 use kvpack::cpu::{Cpu, nmse};
 use kvpack_cli::{Attention, Model, PackedAttention};
 use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, PARTS, RECIPES};
 use kvpack_serving::{Batch, BatchRun, Figures, Request, Scheduler, Settings};
+use kvpack_weights::Bits;
 use pollster::block_on;
 
 fn model(family: &str) -> Model {
@@ -105,6 +106,22 @@ fn logits_for_other_hosts_are_up_to_date() {
             assert!(error <= 1e-5, "{family}, {recipe}: NMSE {error:.1e}; KVPACK_UPDATE=1 writes the file again");
         }
     }
+}
+
+/// A model in codes computes what its dequantised weights do, and differs from the model that it was rounded from.
+#[test]
+fn weights_in_codes_are_those_that_they_stand_for() {
+    assert!(weights::check(&CpuRig::default()).unwrap());
+    let recipe: ModelRecipe = "f16".parse().unwrap();
+    let given = |bits| {
+        let model = weights::in_codes(&CpuRig::default(), model("qwen2"), bits).unwrap();
+        assert_eq!(model.config.name.ends_with("4 bits"), bits == Some(Bits::Four), "{}", model.config.name);
+        of_host(model, &recipe, TokenRun::prompt)
+    };
+    let dense = given(None);
+    let [eight, four] = [Bits::Eight, Bits::Four].map(|bits| error(&given(Some(bits)), &dense));
+    assert!((1e-8..1e-3).contains(&eight) && (10.0 * eight..0.3).contains(&four), "{eight:e}, {four:e}");
+    assert!(weights::bits("5").unwrap_err().contains("2, 3, 4 and 8") && weights::bits("4") == Ok(Bits::Four));
 }
 
 fn serve(family: &str, recipe: &str, settings: Settings, budget: Budget) -> (Vec<Vec<u32>>, Figures) {
