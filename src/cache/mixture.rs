@@ -181,8 +181,8 @@ impl Mixture {
 /// As many of each tier, at places that depend on the number of chunks alone.
 fn scattered(mut tiers: Vec<usize>) -> Vec<usize> {
     tiers.sort_unstable();
-    // Multiples of 2^32 over the golden ratio, modulo 2^32, fall evenly and in no order.
-    let key = |chunk: &usize| (*chunk as u32).wrapping_mul(0x9e37_79b9);
+    // Multiples of 2^64 over the golden ratio, modulo 2^64, fall evenly and in no order.
+    let key = |chunk: &usize| (*chunk as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut places: Vec<usize> = (0..tiers.len()).collect();
     places.sort_by_key(key);
     let mut placed = vec![0; tiers.len()];

@@ -7,12 +7,13 @@ use candle_core::Tensor;
 use kvpack::backend::Backend;
 use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, ModelRecipe, PromptSpan, StoreRoom, TokenRun};
 use kvpack::plan::{RowLayout, TokenRange};
-use kvpack_serving::{Batch, BatchRun, Model as _};
+use kvpack_serving::{Batch, BatchRun};
 use pollster::block_on;
 use serde::Serialize;
 
 use crate::attention::Steps;
 use crate::host::{Host, cache_layers};
+use crate::own::largest;
 use crate::rig::Rig;
 
 /// What a step of decoding takes, the middle of several.
@@ -109,16 +110,28 @@ pub fn step<B: Backend, S: Steps<B>>(
     cache: &mut ModelCache<B>,
     tokens: &[u32],
 ) -> Result<Vec<u32>> {
+    largest(&logits(host, cache, tokens)?)
+}
+
+/// The same step: the logits of every sequence.
+///
+/// # Errors
+/// What the model, the cache or the device report.
+pub fn logits<B: Backend, S: Steps<B>>(
+    host: &mut Host<S>,
+    cache: &mut ModelCache<B>,
+    tokens: &[u32],
+) -> Result<Tensor> {
     let batch = batch(cache, tokens)?;
     block_on(cache.reserve_for_append(&batch.token_runs()))?;
     cache.begin_append(&batch.token_runs())?;
-    let next = host.forward(cache, &batch).map_err(anyhow::Error::from_boxed)?;
+    let logits = host.logits(cache, &batch)?;
     cache.commit()?;
-    Ok(next)
+    Ok(logits)
 }
 
-/// Times steps of decoding for all sequences of a cache, and forgets its graphs. The first steps, in which kernels are compiled and graphs are
-/// captured, do not count.
+/// Times steps of decoding for all sequences of a cache, and forgets its graphs. The first steps, in which kernels are
+/// compiled and graphs are captured, do not count.
 ///
 /// # Errors
 /// What the model, the cache or the device report.

@@ -2,6 +2,7 @@
 
 mod context;
 mod decode;
+mod greedy;
 mod policy;
 mod report;
 mod throughput;
