@@ -1,135 +1,28 @@
-// The product of up to 16 rows of activations with packed weights: y = x · Wᵀ.
+// The product of activations with packed weights, a few rows at a time: y = x · Wᵀ.
 //
-// Codes come as f16 numbers 1024 + f · code, with a power of two f that depends on where they lie in a word.
-//
-// linear_fma takes every type and group. Inputs are divided by f, so that
+// linear_fma takes every type and group, and any number of rows. Inputs are divided by f, so that
 //     Σ x · code = Σ x / f · (1024 + f · code) - 1024 · Σ x / f,
 // and a group adds scale · (Σ x · code - zero · Σ x) to its output.
 //
-// linear_mma takes f16 activations and groups of whole steps of 128 inputs. Weights are the rows of MMAs of 16 × 8 × 16:
-// lane 4 · r + t of a warp loads chunk t of a step for the outputs r and r + 8, and its 16 pairs of codes are its part
-// of eight MMAs. The order of inputs within an MMA does not matter, as activations are loaded in the same one. Weights
-// enter as code - zero, which f16 holds.
+// linear_mma takes up to 16 rows of f16 activations and groups of whole steps of 128 inputs. Weights are the rows of MMAs
+// of 16 × 8 × 16: lane 4 · r + t of a warp loads chunk t of a step for the outputs r and r + 8, and its 16 pairs of codes
+// are its part of eight MMAs. The order of inputs within an MMA does not matter, as activations are loaded in the same
+// one. Weights enter as code - zero, which f16 holds.
 //
-// Macros: BITS, CHUNKS, GROUP_CHUNKS, OUTPUTS, ALL_ROWS, ROWS (of a block of linear_fma, at most 4), INPUT and OUTPUT
-// (0 f32, 1 f16, 2 bf16), SINGLE_SCALES (1 if scales are f32), IN_STRIPS (1 if chunks and scales lie in strips).
+// Macros beside those of codes.cuh: ALL_ROWS (by MMAs), ROWS (of a block of linear_fma, at most 4), INPUT and OUTPUT (0
+// f32, 1 f16, 2 bf16), BY_MMA (1 for linear_mma and linear_strips).
 //
 // Sums are f32 and run in a fixed order.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-constexpr u32 GROUPS = CHUNKS / GROUP_CHUNKS;
+#include "codes.cuh"
 
 struct LinearCall {
     u64 codes;
     u64 scales;
     u64 inputs;
     u64 outputs;
+    u32 rows;
 };
-
-// Where a chunk of an output lies, and a scale. A strip has 16 outputs.
-__device__ __forceinline__ size_t chunk_at(size_t output, u32 chunk) {
-    if (!IN_STRIPS) return output * CHUNKS + chunk;
-    return 64 * (output / 16 * (CHUNKS / 4) + chunk / 4) + output % 16 * 4 + chunk % 4;
-}
-
-__device__ __forceinline__ size_t scale_at(size_t output, u32 group) {
-    if (!IN_STRIPS) return output * GROUPS + group;
-    return 16 * (output / 16 * GROUPS + group) + output % 16;
-}
-
-// Where octet `octet` of a chunk comes among those of a row of activations. Where groups are whole steps of four
-// chunks, chunk t of a step has the octets t, t + 4, t + 8 and t + 12. At 8 bits that took longer, so neighbours stay.
-__device__ __forceinline__ u32 octet_at(u32 chunk, u32 octet) {
-    if (GROUP_CHUNKS % 4 != 0 || BITS == 8) return 4 * chunk + octet;
-    return 16 * (chunk / 4) + 4 * octet + chunk % 4;
-}
-
-struct Chunk {
-    u32 words[BITS];
-};
-
-__device__ __forceinline__ uint4 load16(const void* at) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(at));
-    return x;
-}
-
-__device__ __forceinline__ Chunk load_chunk(u64 codes, size_t chunk) {
-    Chunk c;
-    const u32* at = reinterpret_cast<const u32*>(codes) + chunk * BITS;
-    if constexpr (BITS % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < BITS / 4; i++) {
-            const uint4 x = load16(at + 4 * i);
-            c.words[4 * i] = x.x;
-            c.words[4 * i + 1] = x.y;
-            c.words[4 * i + 2] = x.z;
-            c.words[4 * i + 3] = x.w;
-        }
-    } else if constexpr (BITS == 2) {
-        const uint2 x = __ldg(reinterpret_cast<const uint2*>(at));
-        c.words[0] = x.x;
-        c.words[1] = x.y;
-    } else {
-#pragma unroll
-        for (int i = 0; i < BITS; i++) c.words[i] = __ldg(at + i);
-    }
-    return c;
-}
-
-// The logarithm of f of a pair of codes.
-__device__ __forceinline__ constexpr int log_factor(int pair) {
-    if (BITS == 2) return 2 * (pair % 4);
-    if (BITS == 4) return 4 * (pair % 2);
-    if (BITS == 8 || pair == 15) return 0;
-    const int at = pair % 5;
-    return at < 3 ? 3 * at : 3 * (at - 3);
-}
-
-// A pair of codes as two f16 numbers 1024 + f · code.
-__device__ __forceinline__ u32 field(const Chunk& c, int pair) {
-    u32 word;
-    if (BITS == 2) {
-        word = c.words[pair / 8] >> (pair % 8 < 4 ? 0 : 8);
-    } else if (BITS == 4) {
-        word = c.words[pair / 4] >> (pair % 4 < 2 ? 0 : 8);
-    } else if (BITS == 8) {
-        word = c.words[pair / 2] >> (8 * (pair % 2));
-    } else if (pair == 15) {
-        word = ((c.words[0] >> 15) & 0x00010001u) | ((c.words[1] >> 14) & 0x00020002u) |
-               ((c.words[BITS - 1] >> 13) & 0x00040004u);
-    } else {
-        word = c.words[pair / 5] >> (pair % 5 < 3 ? 0 : 9);
-    }
-    const u32 mask = ((1u << BITS) - 1u) << log_factor(pair);
-    return (word & (mask | mask << 16)) | 0x64006400u;
-}
-
-__device__ __forceinline__ float2 floats_of(u32 halves) {
-    float2 x;
-    asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %2;\n cvt.f32.f16 %0, low;\n cvt.f32.f16 %1, high;\n}"
-        : "=f"(x.x), "=f"(x.y)
-        : "r"(halves));
-    return x;
-}
-
-__device__ __forceinline__ u32 halves_of(float x, float y) {
-    u32 halves;
-    asm("{\n .reg .b16 low, high;\n cvt.rn.f16.f32 low, %1;\n cvt.rn.f16.f32 high, %2;\n mov.b32 %0, {low, high};\n}"
-        : "=r"(halves)
-        : "f"(x), "f"(y));
-    return halves;
-}
-
-// Scale and zero of a group.
-__device__ __forceinline__ float2 load_scale(u64 scales, size_t group) {
-    if constexpr (SINGLE_SCALES) return __ldg(reinterpret_cast<const float2*>(scales) + group);
-    return floats_of(__ldg(reinterpret_cast<const u32*>(scales) + group));
-}
 
 __device__ __forceinline__ void store(u64 outputs, u32 row, u32 output, float x) {
     const size_t at = static_cast<size_t>(row) * OUTPUTS + output;
@@ -166,7 +59,7 @@ __device__ __forceinline__ void load_inputs(u64 inputs, size_t octet, float (&x)
     }
 }
 
-#if INPUT != 1 || GROUP_CHUNKS % 4 != 0
+#if !BY_MMA
 
 // A block has four outputs and ROWS rows; 64 threads take the chunks in turn.
 extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constant__ LinearCall call) {
@@ -196,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
             }
 #pragma unroll
             for (int m = 0; m < ROWS; m++) {
-                const u32 row = min(first_row + m, ALL_ROWS - 1u);
+                const u32 row = min(first_row + m, call.rows - 1u);
                 float x[8];
                 load_inputs(call.inputs, static_cast<size_t>(row) * (4 * CHUNKS) + octet_at(chunk, q), x);
 #pragma unroll
@@ -224,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(64) linear_fma(const __grid_constan
     }
     __syncthreads();
     const u32 of = threadIdx.x, row = first_row + of / 4, output = first + of % 4;
-    if (of < 4 * ROWS && row < ALL_ROWS && output < OUTPUTS) {
+    if (of < 4 * ROWS && row < call.rows && output < OUTPUTS) {
         float sum = 0.0f;
         for (u32 i = 0; i < 64; i++) sum += partial[of][(i + of) % 64];
         store(call.outputs, row, output, sum);
@@ -237,25 +130,11 @@ constexpr u32 WARPS = 8;
 constexpr u32 STEPS = CHUNKS / 4;
 constexpr u32 TILES = (ALL_ROWS + 7) / 8;
 
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-
-__device__ __forceinline__ u32 twice(float x) { return halves_of(x, x); }
-
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// A pair of codes minus the zero, exactly.
-__device__ __forceinline__ u32 weights_of(const Chunk& c, int pair, float zero) {
-    const float by = 1.0f / (1 << log_factor(pair));
-    return fma2(field(c, pair), twice(by), twice(-1024.0f * by - zero));
 }
 
 struct Step {

@@ -156,3 +156,12 @@ pub(crate) fn check_finite(what: &'static str, values: &[f32]) -> Result<()> {
         Some(index) => Err(Error::NonFinite { what, index, given: values[index].into() }),
     }
 }
+
+/// Refuses numbers of rows that no product has.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) fn check_rows(rows: usize) -> Result<()> {
+    if (1..=crate::MOST_ROWS).contains(&rows) {
+        return Ok(());
+    }
+    Err(Error::Size { what: "the number of rows", given: rows as u64, most: crate::MOST_ROWS as u64 })
+}

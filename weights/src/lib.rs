@@ -13,8 +13,8 @@
 //! | [`quantize`] | round to nearest, GPTQ, GPTAQ, AWQ |
 //! | [`QuantizedLinear::linear`], [`QuantizedLinear::dequantize`] | the CPU reference, in f32 and f64 |
 //!
-//! With the feature `wgpu` or `cuda`, a module of the same name multiplies up to 16 rows of activations on a GPU. The
-//! crate knows nothing of key-value caches, and kvpack knows nothing of it.
+//! With the feature `wgpu` or `cuda`, a module of the same name multiplies rows of activations on a GPU, and dequantises
+//! weights there. The crate knows nothing of key-value caches, and kvpack knows nothing of it.
 //!
 //! # Quantise a layer and use it
 //!
@@ -58,6 +58,8 @@ pub mod cuda;
 mod error;
 pub mod format;
 mod linear;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod path;
 mod product;
 pub mod quantize;
 mod shape;
@@ -70,9 +72,11 @@ pub use checkpoint::Checkpoint;
 pub use codes::PackedCodes;
 pub use error::{Error, Result};
 pub use linear::QuantizedLinear;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub use path::Path;
 pub use product::Real;
 pub use shape::{Bits, GroupSize, Groups, LinearShape, MOST_FEATURES, MOST_WEIGHTS};
 
-/// The most rows of activations of a product on a device. For more, dequantise the weights once.
+/// The most rows of activations of a product on a device.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub const MOST_ROWS: usize = 16;
+pub const MOST_ROWS: usize = 1 << 15;

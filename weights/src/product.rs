@@ -32,6 +32,12 @@ impl QuantizedLinear {
         weights
     }
 
+    /// The weights `[N, K]` as a device dequantises them: each is the f16 next to that of
+    /// [`dequantize`](Self::dequantize) in f32.
+    pub fn dequantize_f16(&self) -> Vec<half::f16> {
+        self.dequantize::<f32>().into_par_iter().map(half::f16::from_f32).collect()
+    }
+
     /// `y = x · Wᵀ` for rows of activations `x [M, K]`: `y [M, N]`.
     ///
     /// The weights stay packed: one row of them is unpacked at a time. Sums run in the order of the inputs, in `T`.

@@ -77,6 +77,21 @@ impl Stored {
         let in_order = order.iter().enumerate().all(|(place, &input)| place as u32 == input);
         Ok(Self { chunks, group_chunks, codes, scales: scales(linear), order: (!in_order).then_some(order) })
     }
+
+    /// The place of each input among the codes of an output, chunk after chunk; `None` if inputs are in order and none
+    /// is padded.
+    pub fn homes(&self, octets: Octets) -> Option<Vec<u32>> {
+        let order = self.order.as_ref()?;
+        let inputs = order.iter().filter(|&&input| input != PADDING).count();
+        let mut homes = vec![0; inputs];
+        for home in 0..order.len() {
+            let input = order[octets.position(self.group_chunks, home / CHUNK, home % CHUNK)];
+            if input != PADDING {
+                homes[input as usize] = home as u32;
+            }
+        }
+        Some(homes)
+    }
 }
 
 /// Which inputs a chunk has.
@@ -195,6 +210,19 @@ mod tests {
         assert_eq!(stored.codes[8 + 2] >> 8 & 0xff, 42);
     }
 
+    /// Codes are inputs here, so the code at the home of an input is that input.
+    #[test]
+    fn homes_name_the_places_of_codes() {
+        let index = (0..256).map(|input| (input % 2) as u32).collect();
+        let stored = Stored::new(&layer(256, 128, Some(index)), Octets::EveryFourth).unwrap();
+        let homes = stored.homes(Octets::EveryFourth).unwrap();
+        for (input, &home) in homes.iter().enumerate() {
+            let (chunk, place) = (home as usize / CHUNK, home as usize % CHUNK);
+            let word = stored.codes[8 * chunk + place / 4];
+            assert_eq!(word >> (16 * (place % 2) + 8 * (place / 2 % 2)) & 0xff, input as u32);
+        }
+    }
+
     #[test]
     fn groups_are_sorted_and_padded() {
         let stored = Stored::new(&layer(64, 32, None), Octets::Neighbours).unwrap();
@@ -204,6 +232,8 @@ mod tests {
         assert_eq!((order.len(), order[19], order[20], order[32], order[52]), (64, 19, PADDING, 20, PADDING));
         let stored =
             Stored::new(&layer(64, 32, Some((0..64).map(|input| input % 2).collect())), Octets::Neighbours).unwrap();
+        let homes = stored.homes(Octets::Neighbours).unwrap();
+        assert_eq!((homes[0], homes[2], homes[1], homes[63]), (0, 1, 32, 63));
         let order = stored.order.unwrap();
         assert_eq!((order[0], order[1], order[32], order[63]), (0, 2, 1, 63));
         // All inputs in the last of many groups.

@@ -4,6 +4,7 @@
 //! of its own only if nothing else in the program makes it link the libraries instead of loading them, as candle does.
 
 use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
+use std::ffi::c_void;
 
 use cudarc::driver::sys::CUDA_VERSION;
 use libloading::Library;
@@ -11,6 +12,18 @@ use libloading::Library;
 /// True if the driver's library can be loaded. Nothing is initialised.
 pub fn driver_present() -> bool {
     present(&["cuda", "nvcuda"])
+}
+
+/// A function of the driver that cudarc's bindings lack. `name` ends with a zero.
+pub(super) fn driver_symbol(name: &[u8]) -> Option<*mut c_void> {
+    // SAFETY: As in `present`. The library stays loaded, and nobody calls the function by this type.
+    unsafe {
+        let mut names = ["cuda", "nvcuda"].into_iter().flat_map(file_names);
+        let library = names.find_map(|name| Library::new(name).ok())?;
+        let symbol = library.get::<unsafe extern "C" fn()>(name).ok().map(|symbol| *symbol as *mut c_void);
+        std::mem::forget(library);
+        symbol
+    }
 }
 
 /// True if NVRTC can be loaded.

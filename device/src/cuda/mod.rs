@@ -14,6 +14,7 @@ pub mod pinned;
 pub mod program;
 pub mod sources;
 pub mod tensor;
+pub mod tensor_map;
 
 pub use cudarc;
 pub use driver::DeviceFacts;
@@ -24,3 +25,4 @@ pub use memory::Memory;
 pub use program::{KernelCache, Program};
 pub use sources::KernelSources;
 pub use tensor::Tensor;
+pub use tensor_map::TensorMap;

@@ -6,9 +6,14 @@ use kvpack_device::cuda::KernelSources;
 pub(super) static SOURCES: KernelSources = KernelSources {
     library: "kvpack-weights",
     files: &[
+        ("codes.cuh", include_str!("../../cuda/codes.cuh")),
+        ("dequantize_weights.cu", include_str!("../../cuda/dequantize_weights.cu")),
         ("linear.cu", include_str!("../../cuda/linear.cu")),
         ("linear_strips.cu", include_str!("../../cuda/linear_strips.cu")),
+        ("linear_tiles.cu", include_str!("../../cuda/linear_tiles.cu")),
         ("order_inputs.cu", include_str!("../../cuda/order_inputs.cu")),
+        ("prepare_rows.cu", include_str!("../../cuda/prepare_rows.cu")),
+        ("warpgroup.cuh", include_str!("../../cuda/warpgroup.cuh")),
     ],
 };
 

@@ -2,7 +2,11 @@
 
 use half::f16;
 use kvpack_device::ElementType;
-use kvpack_weights::{Bits, GroupSize, Groups, LinearShape, MOST_ROWS, PackedCodes, QuantizedLinear};
+use kvpack_weights::{Bits, GroupSize, Groups, LinearShape, PackedCodes, Path, QuantizedLinear};
+use rayon::prelude::*;
+
+/// The most rows that kernels for few rows take.
+pub const FEW_ROWS: usize = 16;
 
 /// How the groups of a layer lie.
 #[derive(Clone, Copy, Debug)]
@@ -83,23 +87,27 @@ pub fn layer(case: &Case) -> QuantizedLinear {
     QuantizedLinear::new(PackedCodes::pack(case.bits, shape, &codes).unwrap(), groups, scales, zeros).unwrap()
 }
 
-/// Compares outputs with those of f64 for the activations that the device holds.
-pub fn compare(case: &Case, quantized: &QuantizedLinear, held: &[f64], got: &[f32]) {
-    let want = quantized.linear::<f64>(held).unwrap();
-    let weights = quantized.dequantize::<f64>();
+/// Compares outputs with those of f64 for the activations that the device holds. Matrix tiles multiply with weights in
+/// f16.
+pub fn compare(case: &Case, quantized: &QuantizedLinear, path: Path, held: &[f64], got: &[f32]) {
+    let weights: Vec<f64> = match path {
+        Path::MatrixTiles => quantized.dequantize_f16().into_iter().map(f64::from).collect(),
+        _ => quantized.dequantize(),
+    };
     let step = match case.y {
         ElementType::F32 => 0.0,
         ElementType::F16 => 1.0 / 2048.0,
         ElementType::Bf16 => 1.0 / 256.0,
     };
-    for (at, (&got, &want)) in got.iter().zip(&want).enumerate() {
+    got[..case.rows * case.outputs].par_iter().enumerate().for_each(|(at, &got)| {
         let (row, output) = (at / case.outputs, at % case.outputs);
         let (x, w) = (&held[row * case.inputs..][..case.inputs], &weights[output * case.inputs..][..case.inputs]);
+        let want: f64 = x.iter().zip(w).map(|(x, w)| x * w).sum();
         let absolute: f64 = x.iter().zip(w).map(|(x, w)| (x * w).abs()).sum();
         let allowed = 2e-5 * absolute + step * want.abs();
         let error = (f64::from(got) - want).abs();
         assert!(error <= allowed, "{case:?}: row {row}, output {output}: {got}, not {want}");
-    }
+    });
 }
 
 /// Cases for every device.
@@ -113,7 +121,7 @@ pub fn cases() -> Vec<Case> {
     for (x, y) in ElementType::ALL.into_iter().zip([ElementType::F16, ElementType::Bf16, ElementType::F32]) {
         cases.push(Case { x, y, rows: 3, outputs: 10, ..PLAIN });
     }
-    cases.push(Case { rows: MOST_ROWS, outputs: 7, ..PLAIN });
+    cases.push(Case { rows: FEW_ROWS, outputs: 7, ..PLAIN });
     cases.push(Case { scales: ScaleKind::Single, ..PLAIN });
     cases.push(Case { group: 256, bits: Bits::Eight, x: ElementType::F32, ..PLAIN });
     cases
@@ -127,6 +135,43 @@ pub fn ordered_cases() -> Vec<Case> {
         cases.push(Case { bits, inputs: 200, group: 40, rows: 3, ..PLAIN });
         cases.push(Case { bits, inputs: 65, group: 16, order: Order::ByActivation, ..PLAIN });
     }
+    cases
+}
+
+/// Cases of many rows: numbers that fill no tile, every width, every type, act-order, padded groups, f32 scales, outputs
+/// that are no multiple of a tile.
+pub fn many_row_cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for bits in Bits::ALL {
+        for rows in [17, 33, 300] {
+            cases.push(Case { bits, rows, outputs: 76, ..PLAIN });
+        }
+        for x in ElementType::ALL {
+            cases.push(Case { bits, x, rows: 33, outputs: 20, order: Order::ByActivation, ..PLAIN });
+            // Groups of 40 inputs, padded to 64; 320 places are no whole steps.
+            cases.push(Case { bits, x, y: x, rows: 17, outputs: 130, inputs: 200, group: 40, ..PLAIN });
+        }
+        cases.push(Case { bits, rows: 65, outputs: 300, inputs: 1056, group: 32, y: ElementType::F16, ..PLAIN });
+    }
+    for (x, y) in ElementType::ALL.into_iter().zip([ElementType::F16, ElementType::Bf16, ElementType::F32]) {
+        cases.push(Case { x, y, rows: 70, outputs: 264, inputs: 384, ..PLAIN });
+    }
+    cases.push(Case { scales: ScaleKind::Single, rows: 20, outputs: 18, ..PLAIN });
+    cases.push(Case { bits: Bits::Three, outputs: 7, inputs: 65, group: 16, order: Order::ByActivation, rows: 18, ..PLAIN });
+    cases
+}
+
+/// Layers whose weights are dequantised.
+pub fn weight_cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for bits in Bits::ALL {
+        cases.push(Case { bits, outputs: 6, inputs: 4160, group: 64, ..PLAIN });
+        cases.push(Case { bits, outputs: 48, inputs: 2176, ..PLAIN });
+        cases.push(Case { bits, order: Order::ByActivation, ..PLAIN });
+        cases.push(Case { bits, inputs: 201, group: 40, ..PLAIN });
+    }
+    cases.push(Case { scales: ScaleKind::Single, ..PLAIN });
+    cases.push(Case { scales: ScaleKind::Single, inputs: 200, group: 40, ..PLAIN });
     cases
 }
 

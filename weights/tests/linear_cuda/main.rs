@@ -12,7 +12,10 @@ use kvpack_device::cuda::{KernelCache, Kernels, Tensor, cudarc};
 use kvpack_device::{ElementType, Elements};
 use kvpack_weights::cuda::Linear;
 use kvpack_weights::{Bits, Error, MOST_ROWS};
-use linear_cases::{Case, PLAIN, ScaleKind, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
+use linear_cases::{
+    Case, FEW_ROWS, PLAIN, ScaleKind, TIMED, cases, compare, copies, floats, large_layer, layer, many_row_cases,
+    ordered_cases, weight_cases,
+};
 
 struct Device {
     stream: Arc<CudaStream>,
@@ -48,7 +51,7 @@ fn check(on: &Device, case: Case) {
     };
     let got = run();
     assert_eq!(got, run(), "{case:?}: a second run");
-    compare(&case, &quantized, &held, &got);
+    compare(&case, &quantized, bound.path(), &held, &got);
     let behind: Vec<f64> = got[case.rows * case.outputs..].iter().map(|&x| x.into()).collect();
     assert_eq!(behind, before[case.rows * case.outputs..], "{case:?}: behind the outputs");
 }
@@ -60,11 +63,11 @@ fn products_equal_those_of_f64() {
     cases().into_iter().for_each(|case| check(&on, case));
     // By MMAs: every width, rows of one and of two tiles, steps that do not fill the warps.
     for bits in Bits::ALL {
-        check(&on, Case { bits, outputs: 40, inputs: 2176, rows: MOST_ROWS, ..PLAIN });
+        check(&on, Case { bits, outputs: 40, inputs: 2176, rows: FEW_ROWS, ..PLAIN });
         check(&on, Case { bits, outputs: 17, inputs: 4096, rows: 7, y: ElementType::F16, ..PLAIN });
         // In strips: any number of rows, steps that do not fill the warps, activations of every type, several phases.
         let strips = Case { bits, outputs: 48, inputs: 2176, ..PLAIN };
-        (1..=MOST_ROWS).for_each(|rows| check(&on, Case { rows, ..strips }));
+        (1..=FEW_ROWS).for_each(|rows| check(&on, Case { rows, ..strips }));
         ElementType::ALL.into_iter().for_each(|x| check(&on, Case { x, rows: 3, inputs: 2048, ..strips }));
         // By clusters, from 4096 inputs.
         [1, 4, 8, 16].into_iter().for_each(|rows| check(&on, Case { rows, inputs: 4224, ..strips }));
@@ -82,6 +85,38 @@ fn groups_of_any_order_and_size() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
+fn products_of_many_rows() {
+    let on = device();
+    many_row_cases().into_iter().for_each(|case| check(&on, case));
+    for bits in Bits::ALL {
+        // In strips, by blocks that share steps. By blocks that share rows.
+        check(&on, Case { bits, outputs: 512, inputs: 4096, rows: 130, y: ElementType::F16, ..PLAIN });
+        check(&on, Case { bits, outputs: 2048, inputs: 256, rows: 1300, y: ElementType::Bf16, ..PLAIN });
+    }
+    // More tiles than blocks, in bands.
+    check(&on, Case { outputs: 2048, inputs: 256, rows: 2100, ..PLAIN });
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn weights_equal_those_of_the_reference() {
+    let on = device();
+    for case in weight_cases() {
+        let quantized = layer(&case);
+        let linear = Linear::upload(&on.stream, &quantized).unwrap();
+        let want: Vec<f32> = quantized.dequantize_f16().into_iter().map(f32::from).collect();
+        // Elements behind the weights stay as they are.
+        let (weights, before) = tensor(&on, &floats(want.len() + 10, 5), ElementType::F16);
+        linear.dequantize_weights(&on.kernels, &weights).unwrap().launch(&on.stream).unwrap();
+        let got = weights.download(&on.stream).unwrap();
+        assert_eq!(got[..want.len()], want, "{case:?}");
+        let behind: Vec<f64> = got[want.len()..].iter().map(|&x| x.into()).collect();
+        assert_eq!(behind, before[want.len()..], "{case:?}: behind the weights");
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
 fn what_does_not_fit_is_refused() {
     let on = device();
     let linear = Linear::upload(&on.stream, &layer(&PLAIN)).unwrap();
@@ -94,10 +129,25 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(refused(&x, 3, &y), Error::Device(kvpack_device::Error::Elements { .. })));
     assert!(matches!(refused(&x, 2, &y.slice(0, 23).unwrap()), Error::Device(kvpack_device::Error::Elements { .. })));
     assert!(matches!(refused(&x.slice(1, 256).unwrap(), 1, &y), Error::Device(kvpack_device::Error::Buffer { .. })));
+    let weights = |tensor: &Tensor| linear.dequantize_weights(&on.kernels, tensor).unwrap_err();
+    let of_f32 = zeroed(12 * 256, ElementType::F32);
+    assert!(matches!(weights(&of_f32), Error::Device(kvpack_device::Error::Buffer { .. })));
+    assert!(matches!(weights(&x), Error::Device(kvpack_device::Error::Elements { .. })));
     let other = on.stream.context().new_stream().unwrap();
     let elsewhere = Tensor::zeroed(&other, 512, ElementType::F16).unwrap();
     assert!(matches!(refused(&elsewhere, 1, &y), Error::Device(kvpack_device::Error::Plan { .. })));
 }
+
+const TIMED_ROWS: [(ElementType, usize); 8] = [
+    (ElementType::F16, 1),
+    (ElementType::F16, 4),
+    (ElementType::F16, 16),
+    (ElementType::Bf16, 1),
+    (ElementType::F16, 17),
+    (ElementType::F16, 64),
+    (ElementType::F16, 256),
+    (ElementType::F16, 4096),
+];
 
 /// Products go round copies of the layer, between two events of the stream.
 #[test]
@@ -114,9 +164,7 @@ fn times() {
             let bytes = first.bytes();
             let more = (1..copies(bytes)).map(|_| Linear::upload(&on.stream, &quantized).unwrap());
             let layers: Vec<Linear> = std::iter::once(first.clone()).chain(more).collect();
-            for (of, rows) in
-                [(ElementType::F16, 1), (ElementType::F16, 4), (ElementType::F16, 16), (ElementType::Bf16, 1)]
-            {
+            for (of, rows) in TIMED_ROWS {
                 let (x, _) = tensor(&on, &floats(rows * inputs, 4), of);
                 let (y, _) = tensor(&on, &floats(rows * outputs, 4), of);
                 let bound: Vec<_> = layers.iter().map(|layer| layer.bind(&on.kernels, &x, rows, &y).unwrap()).collect();
@@ -127,12 +175,14 @@ fn times() {
                     let end = on.stream.record_event(flags).unwrap();
                     f64::from(start.elapsed_ms(&end).unwrap()) * 1e-3
                 };
-                run(400);
+                let few = if rows > 64 { 20 } else { 400 };
+                run(few);
                 let best = |products| (0..5).map(|_| run(products)).fold(f64::MAX, f64::min);
-                let seconds = (best(1200) - best(400)) / 800.0;
+                let seconds = (best(3 * few) - best(few)) / (2 * few) as f64;
                 let rate = bytes as f64 / seconds / 1e9;
+                let operations = 2e-12 * (rows * outputs * inputs) as f64 / seconds;
                 println!(
-                    "{bits}, {outputs} x {inputs}, {rows} rows of {of:?}: {:.2} us, {rate:.0} GB/s",
+                    "{bits}, {outputs} x {inputs}, {rows} rows of {of:?}: {:.2} us, {rate:.0} GB/s, {operations:.1} TFLOP/s",
                     seconds * 1e6
                 );
             }

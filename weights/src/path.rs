@@ -1,0 +1,33 @@
+//! How a device multiplies.
+
+use std::fmt;
+
+/// The kernel that a product takes, as [`wgpu::BoundLinear`](crate::wgpu::BoundLinear) and
+/// [`cuda::BoundLinear`](crate::cuda::BoundLinear) name it. Measurements chose it: see `docs/weights.md`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Path {
+    /// Every four rows read the weights, and multiply without matrices.
+    FourRows,
+    /// All rows read the weights once, and multiply by MMAs of a warp.
+    Mma,
+    /// The same over weights in strips, which a block copies ahead.
+    Strips,
+    /// Tiles of rows and outputs. The weights of a tile are dequantised once for it, into memory that a workgroup
+    /// shares.
+    Tiles,
+    /// The same with weights in f16, multiplied by matrices: cooperative ones on wgpu, those of warpgroups on CUDA.
+    MatrixTiles,
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::FourRows => "four rows",
+            Self::Mma => "mma",
+            Self::Strips => "strips",
+            Self::Tiles => "tiles",
+            Self::MatrixTiles => "matrix tiles",
+        })
+    }
+}
