@@ -12,7 +12,7 @@ use pollster::block_on;
 use serde::Serialize;
 
 use crate::attention::Steps;
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::own::largest;
 use crate::rig::Rig;
 
@@ -61,7 +61,7 @@ pub fn filled<R: Rig>(
     of: Contexts,
     chunks: Option<&ChunkStores>,
 ) -> Result<ModelCache<R::Backend>> {
-    let layers = cache_layers(&host.model().config, recipe)?;
+    let layers = host.model().config.cache_layers(recipe)?;
     let shape = host.model().config.attention;
     let mut cache =
         ModelCache::new(rig.backend(), &layers, of.sequences)?.with_budget(Budget::unlimited().growing(Growth::Exact));

@@ -11,7 +11,7 @@ use kvpack_cli::Model;
 use kvpack_serving::{Progress, Prompt, Scheduler, Settings, read_requests};
 use kvpack_weights::Bits;
 
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::rig::Rig;
 use crate::weights;
 
@@ -72,7 +72,7 @@ impl ServeArgs {
         );
         let model = weights::in_codes(rig, Model::load(&self.model)?, self.weights)?;
         let model = rig.on_device(model, rig.dtype())?;
-        let (backend, layers) = (rig.backend(), cache_layers(&model.config, &recipe)?);
+        let (backend, layers) = (rig.backend(), model.config.cache_layers(&recipe)?);
         let settings = self.settings();
         let steps = rig.steps(&model, model.config.layers, settings.rows)?;
         let budget = self.memory_mib.map_or(Budget::unlimited(), |mib| Budget::of_bytes(mib << 20));

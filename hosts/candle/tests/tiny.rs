@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_host::{CpuRig, CpuSteps, Host, cache_layers, checks, weights};
+use candle_host::{CpuRig, CpuSteps, Host, checks, weights};
 use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, TokenRun};
 use kvpack::cpu::{Cpu, nmse};
 use kvpack_cli::{Attention, Model, PackedAttention};
@@ -41,7 +41,7 @@ fn batch(tokens: &[u32], runs: &[(TokenRun, usize)]) -> Batch {
 
 /// The host's logits of sequence 1 after the prompt of all tests, while sequence 0 gets tokens of its own.
 fn of_host(model: Model, recipe: &ModelRecipe, part: fn(usize, usize) -> TokenRun) -> Vec<f32> {
-    let mut cache = ModelCache::new(&Cpu::new(), &cache_layers(&model.config, recipe).unwrap(), 2).unwrap();
+    let mut cache = ModelCache::new(&Cpu::new(), &model.config.cache_layers(recipe).unwrap(), 2).unwrap();
     let mut host = Host::new(model, CpuSteps);
     let (tokens, mut position, mut last) = (tiny::prompt(), 0, Vec::new());
     for (at, tokens_of_part) in PARTS.into_iter().enumerate() {
@@ -127,7 +127,7 @@ fn weights_in_codes_are_those_that_they_stand_for() {
 fn serve(family: &str, recipe: &str, settings: Settings, budget: Budget) -> (Vec<Vec<u32>>, Figures) {
     let serve = |requests: Vec<Request>, settings: Settings, budget| {
         let model = model(family);
-        let layers = cache_layers(&model.config, &recipe.parse().unwrap()).unwrap();
+        let layers = model.config.cache_layers(&recipe.parse().unwrap()).unwrap();
         let cache = ModelCache::new(&Cpu::new(), &layers, settings.sequences + settings.prefixes).unwrap();
         let mut host = Host::new(model, CpuSteps);
         let scheduler = Scheduler::new(cache.with_budget(budget), settings, requests).unwrap();

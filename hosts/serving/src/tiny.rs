@@ -3,8 +3,12 @@
 use std::collections::BTreeMap;
 
 use kvpack::AttentionShape;
+use kvpack::backend::Backend;
+use kvpack::cache::{ModelCache, TokenRun};
+use pollster::block_on;
 use serde::{Deserialize, Serialize};
 
+use crate::batch::{Batch, BatchRun};
 use crate::decoder::{Activation, Config, LocalLayers, RopePairs, Tensors};
 
 /// The families that there are.
@@ -63,6 +67,29 @@ pub fn prompt() -> Vec<u32> {
     (0..tokens).map(|i| ((i * i + 3 * i) % VOCABULARY) as u32).collect()
 }
 
+/// The logits after [`prompt`], which an empty cache gets in parts. `logits` returns those of the last row of a batch
+/// whose step is open.
+///
+/// # Errors
+/// What `logits` and the cache report.
+pub fn last_logits<B: Backend, E: From<kvpack::Error>>(
+    cache: &mut ModelCache<B>,
+    mut logits: impl FnMut(&mut ModelCache<B>, &Batch) -> Result<Vec<f32>, E>,
+) -> Result<Vec<f32>, E> {
+    let (tokens, mut start, mut last) = (prompt(), 0, Vec::new());
+    for part in PARTS {
+        let run = if part == 1 { TokenRun::decode(0) } else { TokenRun::prompt(0, part) };
+        let tokens = tokens[start..start + part].to_vec();
+        let batch = Batch::new(vec![BatchRun { request: 0, run, start, tokens, answers: true }]);
+        block_on(cache.reserve_for_append(&[run]))?;
+        cache.begin_append(&[run])?;
+        last = logits(cache, &batch)?;
+        cache.commit()?;
+        start += part;
+    }
+    Ok(last)
+}
+
 impl Tiny {
     /// A decoder of a family.
     ///
@@ -72,11 +99,12 @@ impl Tiny {
         let is_gemma = family == "gemma3";
         let attention = AttentionShape::new(HEADS, 1, WIDTH / HEADS)?;
         let config = Config {
+            name: format!("tiny {family}"),
+            context: 1000,
             layers: if is_gemma { 6 } else { 2 }, // Gemma's sixth layer is the first that sees all
             width: WIDTH,
             feed_forward: INNER,
             attention,
-            vocabulary: VOCABULARY,
             norm_epsilon: f64::from(1e-5f32),
             rope_base: 10_000.0,
             rope_pairs: if family == "llama" { RopePairs::Neighbours } else { RopePairs::Halves },

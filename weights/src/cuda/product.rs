@@ -88,8 +88,7 @@ impl Linear {
             let bytes = bytes_of("ordered activations", rows * self.places(), x.element_type().bytes())?;
             let ordered = Memory::zeroed(&self.stream, "ordered activations", bytes)?;
             let launch = self.order_inputs(kernels, rows, x.element_type())?;
-            let call =
-                OrderCall { order: inputs.inputs.address(), inputs: x.address(), ordered: ordered.address() };
+            let call = OrderCall { order: inputs.inputs.address(), inputs: x.address(), ordered: ordered.address() };
             memory.push(ordered.clone());
             (order, from) = (Some((launch, call)), ordered.address());
         }
@@ -122,13 +121,7 @@ impl Linear {
         launch_of(kernels, &program, "order_inputs", grid, 128)
     }
 
-    fn few_rows(
-        &self,
-        kernels: &Kernels,
-        rows: usize,
-        x: ElementType,
-        y: ElementType,
-    ) -> Result<(Path, KernelLaunch)> {
+    fn few_rows(&self, kernels: &Kernels, rows: usize, x: ElementType, y: ElementType) -> Result<(Path, KernelLaunch)> {
         let by_mma = x == ElementType::F16 && self.group_chunks.is_multiple_of(4) && rows <= FEW_ROWS;
         let together = rows.min(4);
         let mut defines = self.defines();

@@ -157,7 +157,15 @@ pub fn many_row_cases() -> Vec<Case> {
         cases.push(Case { x, y, rows: 70, outputs: 264, inputs: 384, ..PLAIN });
     }
     cases.push(Case { scales: ScaleKind::Single, rows: 20, outputs: 18, ..PLAIN });
-    cases.push(Case { bits: Bits::Three, outputs: 7, inputs: 65, group: 16, order: Order::ByActivation, rows: 18, ..PLAIN });
+    cases.push(Case {
+        bits: Bits::Three,
+        outputs: 7,
+        inputs: 65,
+        group: 16,
+        order: Order::ByActivation,
+        rows: 18,
+        ..PLAIN
+    });
     cases
 }
 

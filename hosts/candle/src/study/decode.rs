@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::report::{self, ms};
 use super::{Common, f16_bytes, greedy, has_room, model_of};
 use crate::filled::{self, Contexts, StepTime};
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::own;
 use crate::rig::Rig;
 
@@ -140,6 +140,6 @@ impl DecodeArgs {
 
 /// Bits of an element where most tokens lie.
 fn bits_of(config: &Config, recipe: &ModelRecipe) -> Result<f64> {
-    let (_, of_layer) = cache_layers(config, recipe)?.swap_remove(0);
+    let (_, of_layer) = config.cache_layers(recipe)?.swap_remove(0);
     Ok(of_layer.packed().format.bits_per_element(&config.attention))
 }

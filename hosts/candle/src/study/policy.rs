@@ -16,7 +16,7 @@ use super::report::{self, ms};
 use super::{Common, f16_bytes, has_room};
 use crate::attention::Steps;
 use crate::filled::{self, Contexts, StepTime};
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::prompt::{self, ReadPrompt};
 use crate::rig::Rig;
 
@@ -161,7 +161,7 @@ impl PolicyArgs {
         let usable = read.as_mut().is_some_and(|read| read.observed.decide_by(policy.clone()).is_ok());
         if !usable {
             *read = None;
-            let cache = ModelCache::new(rig.backend(), &cache_layers(&model.config, recipe)?, 1)?;
+            let cache = ModelCache::new(rig.backend(), &model.config.cache_layers(recipe)?, 1)?;
             let spans = || Spans::new(tokens, &[TokenRange::new(0, tokens.saturating_sub(TEXT).max(1))?]);
             // The first time kernels are compiled; long prompts take longer than that.
             if tokens <= 1 << 15 {
@@ -181,7 +181,7 @@ impl PolicyArgs {
         prompt: &Prompt,
         rows: &mut Vec<Row>,
     ) -> Result<()> {
-        let layers = cache_layers(&host.model().config, recipe)?;
+        let layers = host.model().config.cache_layers(recipe)?;
         let mut cache =
             ModelCache::new(rig.backend(), &layers, batch)?.with_budget(Budget::unlimited().growing(Growth::Exact));
         let mut times = Vec::new();
