@@ -2,8 +2,8 @@
 //
 // Codes come as f16 numbers 1024 + f · code, with a power of two f that depends on where they lie in a word.
 //
-// Macros: BITS, CHUNKS, GROUP_CHUNKS, OUTPUTS, SINGLE_SCALES (1 if scales are f32), IN_STRIPS (1 if chunks and scales lie
-// in strips).
+// Macros: BITS, CHUNKS, GROUP_CHUNKS, OUTPUTS, SINGLE_SCALES (1 if scales are f32), IN_STRIPS (1 if chunks and scales
+// lie in strips).
 
 #pragma once
 

@@ -2,8 +2,8 @@
 //
 // A weight is scale · (code - zero), rounded once: code - zero and its product with a scale in f16 are exact before.
 //
-// dequantize_chunks is for layers whose inputs lie in order: a thread has a chunk. dequantize_places is for the others: a
-// thread has a weight, and finds its code by `homes`, which names the place of each input.
+// dequantize_chunks is for layers whose inputs lie in order: a thread has a chunk. dequantize_places is for the others:
+// a thread has a weight, and finds its code by `homes`, which names the place of each input.
 //
 // Macros beside those of codes.cuh: INPUTS.
 

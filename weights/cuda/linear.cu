@@ -4,10 +4,10 @@
 //     Σ x · code = Σ x / f · (1024 + f · code) - 1024 · Σ x / f,
 // and a group adds scale · (Σ x · code - zero · Σ x) to its output.
 //
-// linear_mma takes up to 16 rows of f16 activations and groups of whole steps of 128 inputs. Weights are the rows of MMAs
-// of 16 × 8 × 16: lane 4 · r + t of a warp loads chunk t of a step for the outputs r and r + 8, and its 16 pairs of codes
-// are its part of eight MMAs. The order of inputs within an MMA does not matter, as activations are loaded in the same
-// one. Weights enter as code - zero, which f16 holds.
+// linear_mma takes up to 16 rows of f16 activations and groups of whole steps of 128 inputs. Weights are the rows of
+// MMAs of 16 × 8 × 16: lane 4 · r + t of a warp loads chunk t of a step for the outputs r and r + 8, and its 16 pairs
+// of codes are its part of eight MMAs. The order of inputs within an MMA does not matter, as activations are loaded in
+// the same one. Weights enter as code - zero, which f16 holds.
 //
 // Macros beside those of codes.cuh: ALL_ROWS (by MMAs), ROWS (of a block of linear_fma, at most 4), INPUT and OUTPUT (0
 // f32, 1 f16, 2 bf16), BY_MMA (1 for linear_mma and linear_strips).

@@ -1,5 +1,5 @@
-// Instructions of compute capability 9.0: barriers in shared memory, copies of boxes of a tensor, clusters, and products of
-// the four warps of a warpgroup.
+// Instructions of compute capability 9.0: barriers in shared memory, copies of boxes of a tensor, clusters, and
+// products of the four warps of a warpgroup.
 //
 // Operands of products are blocks of 64 halves a row in shared memory, 128 bytes, whose 16-byte parts are swapped: part
 // p of row r lies at part p ^ (r % 8). Blocks begin at multiples of 1024 bytes.
@@ -27,7 +27,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
         "r"(block)
         : "memory");
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
@@ -50,8 +50,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // Copies the box of a tensor that begins at column `x` of row `y` to shared memory.
 __device__ __forceinline__ void copy_box(u32 to, const void* map, u32 x, u32 y, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            to),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+        "[%4];" ::"r"(to),
         "l"(map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
@@ -69,7 +69,10 @@ __device__ __forceinline__ void copy_box_to(u32 to, const void* map, u32 x, u32 
 __device__ __forceinline__ void operands_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void store_shared(u32 to, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
 }
 
 __device__ __forceinline__ float4 load_shared(u32 from) {
@@ -133,17 +136,17 @@ __device__ __forceinline__ void products_wait(float (&d)[EIGHTS][4]) {
 #define SUM16(d, i) SUM4(d, i), SUM4(d, i + 1), SUM4(d, i + 2), SUM4(d, i + 3)
 #define SUM32(d, i) SUM16(d, i), SUM16(d, i + 4)
 #define NAMES_0 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
-    "%25, %26, %27, %28, %29, %30, %31"
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_32 \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
-    "%55, %56, %57, %58, %59, %60, %61, %62, %63"
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+    "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES_64 \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, " \
-    "%87, %88, %89, %90, %91, %92, %93, %94, %95"
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+    "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES_96 \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
-    "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
+    "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // 64 rows of a by the rows of b, 16 inputs: d = a · bᵀ, or d += a · bᵀ.
 __device__ __forceinline__ void multiply(float (&d)[8][4], u64 a, u64 b, bool adds) {
@@ -163,8 +166,8 @@ __device__ __forceinline__ void multiply(float (&d)[16][4], u64 a, u64 b, bool a
 
 __device__ __forceinline__ void multiply(float (&d)[32][4], u64 a, u64 b, bool adds) {
     asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES_0 ", " NAMES_32 ", " NAMES_64 ", " NAMES_96
-                 "}, %128, %129, adds, 1, 1, 0, 0;\n}"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES_0 ", " NAMES_32 ", " NAMES_64
+                 ", " NAMES_96 "}, %128, %129, adds, 1, 1, 0, 0;\n}"
                  : SUM32(d, 0), SUM32(d, 8), SUM32(d, 16), SUM32(d, 24)
                  : "l"(a), "l"(b), "r"(static_cast<u32>(adds)));
 }

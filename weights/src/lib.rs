@@ -13,8 +13,8 @@
 //! | [`quantize`] | round to nearest, GPTQ, GPTAQ, AWQ |
 //! | [`QuantizedLinear::linear`], [`QuantizedLinear::dequantize`] | the CPU reference, in f32 and f64 |
 //!
-//! With the feature `wgpu` or `cuda`, a module of the same name multiplies rows of activations on a GPU, and dequantises
-//! weights there. The crate knows nothing of key-value caches, and kvpack knows nothing of it.
+//! With the feature `wgpu` or `cuda`, a module of the same name multiplies rows of activations on a GPU, and
+//! dequantises weights there. The crate knows nothing of key-value caches, and kvpack knows nothing of it.
 //!
 //! # Quantise a layer and use it
 //!

@@ -35,12 +35,12 @@ struct WeightsCall {
 unsafe impl DeviceRepr for WeightsCall {}
 
 impl Linear {
-    /// Joins the weights `[N, K]` in f16, in the order of the inputs, with the tensor that takes them. They are those of
-    /// [`QuantizedLinear::dequantize_f16`](crate::QuantizedLinear::dequantize_f16).
+    /// Joins the weights `[N, K]` in f16, in the order of the inputs, with the tensor that takes them. They are those
+    /// of [`QuantizedLinear::dequantize_f16`](crate::QuantizedLinear::dequantize_f16).
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) for a tensor that is not f16, has fewer elements, is of another stream or
-    /// does not begin at a multiple of 16 bytes, and errors of the driver.
+    /// [`Error::Device`](crate::Error::Device) for a tensor that is not f16, has fewer elements, is of another stream
+    /// or does not begin at a multiple of 16 bytes, and errors of the driver.
     pub fn dequantize_weights(&self, kernels: &Kernels, weights: &Tensor) -> Result<BoundWeights> {
         let what = "the weights";
         let (outputs, inputs) = (self.shape.outputs(), self.shape.inputs());

@@ -32,7 +32,7 @@ pub struct BoundLinear {
 #[derive(Debug)]
 enum Product {
     Few(KernelLaunch, LinearCall),
-    Tiles(BoundTiles),
+    Tiles(Box<BoundTiles>),
 }
 
 /// The argument of `linear_fma`, `linear_mma` and `linear_strips`.
@@ -69,8 +69,8 @@ impl Linear {
     ///
     /// # Errors
     /// [`Error::Size`](crate::Error::Size) for 0 rows or more than [`MOST_ROWS`](crate::MOST_ROWS);
-    /// [`Error::Device`](crate::Error::Device) for tensors with fewer elements or of another stream, activations that do
-    /// not begin at a multiple of 16 bytes, and errors of the driver.
+    /// [`Error::Device`](crate::Error::Device) for tensors with fewer elements or of another stream, activations that
+    /// do not begin at a multiple of 16 bytes, and errors of the driver.
     pub fn bind(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<BoundLinear> {
         check_rows(rows)?;
         self.check("the activations", x, [rows, self.shape.inputs()])?;
@@ -95,7 +95,7 @@ impl Linear {
         let (path, product) = match in_tiles {
             true => {
                 let tiles = self.tiles(kernels, (from, x.element_type()), rows, (y.address(), y.element_type()))?;
-                (Path::MatrixTiles, Product::Tiles(tiles))
+                (Path::MatrixTiles, Product::Tiles(Box::new(tiles)))
             }
             false => {
                 let (path, launch) = self.few_rows(kernels, rows, x.element_type(), y.element_type())?;

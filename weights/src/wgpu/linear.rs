@@ -1,39 +1,39 @@
-//! A layer on a device, and its product with activations.
+//! A layer on a device.
 
-use kvpack_device::wgpu::launch::folded_grid;
-use kvpack_device::wgpu::{KernelLimits, Kernels, Launch, Launches, Tensor, Variant, buffers};
-use kvpack_device::{ElementType, Error as DeviceError};
+use kvpack_device::Error as DeviceError;
+use kvpack_device::wgpu::{KernelLimits, Tensor, Variant, buffers};
 
+use super::matrices::multiplies_matrices;
 use super::sources::SHADERS;
-use crate::MOST_ROWS;
 use crate::error::Result;
 use crate::linear::QuantizedLinear;
 use crate::shape::{Bits, LinearShape};
-use crate::stored::{Octets, Scales, Stored};
-
-/// Outputs of a workgroup.
-const WORKGROUP_OUTPUTS: usize = 4;
-
-/// Rows that a workgroup takes together.
-const WORKGROUP_ROWS: usize = 4;
+use crate::stored::{CHUNK, Octets, Scales, Stored};
 
 /// The weights of a layer on a device. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Linear {
-    shape: LinearShape,
-    bits: Bits,
-    chunks: usize,
-    group_chunks: usize,
-    codes: wgpu::Buffer,
-    scales: wgpu::Buffer,
+    pub(super) shape: LinearShape,
+    pub(super) bits: Bits,
+    pub(super) chunks: usize,
+    pub(super) group_chunks: usize,
+    pub(super) codes: wgpu::Buffer,
+    pub(super) scales: wgpu::Buffer,
     /// The file of its scales.
     scales_file: &'static str,
-    order: Option<wgpu::Buffer>,
+    pub(super) order: Option<InputOrder>,
+    /// Whether kernels may multiply cooperative matrices.
+    pub(super) has_matrices: bool,
 }
 
-/// A product that is joined with its tensors.
+/// Of layers whose inputs do not lie in order, or are padded.
 #[derive(Clone, Debug)]
-pub struct BoundLinear(Launches);
+pub(super) struct InputOrder {
+    /// The input at each place.
+    pub inputs: wgpu::Buffer,
+    /// The place of each input among the codes.
+    pub homes: wgpu::Buffer,
+}
 
 impl Linear {
     /// Stores a layer on a device.
@@ -55,6 +55,13 @@ impl Linear {
             }
             buffers::create_filled(device, what, bytes, wgpu::BufferUsages::STORAGE)
         };
+        let order = match (&stored.order, stored.homes(Octets::Neighbours)) {
+            (Some(inputs), Some(homes)) => Some(InputOrder {
+                inputs: of("the order of inputs", bytemuck::cast_slice(inputs))?,
+                homes: of("the places of inputs", bytemuck::cast_slice(&homes))?,
+            }),
+            _ => None,
+        };
         Ok(Self {
             shape: linear.shape(),
             bits: linear.bits(),
@@ -63,7 +70,8 @@ impl Linear {
             codes: of("the codes of a layer", bytemuck::cast_slice(&stored.codes))?,
             scales: of("the scales of a layer", scales)?,
             scales_file,
-            order: stored.order.map(|order| of("the order of inputs", bytemuck::cast_slice(&order))).transpose()?,
+            order,
+            has_matrices: multiplies_matrices(device),
         })
     }
 
@@ -74,119 +82,39 @@ impl Linear {
 
     /// Bytes on the device.
     pub fn bytes(&self) -> u64 {
-        self.codes.size() + self.scales.size() + self.order.as_ref().map_or(0, wgpu::Buffer::size)
+        self.codes.size()
+            + self.scales.size()
+            + self.order.as_ref().map_or(0, |order| order.inputs.size() + order.homes.size())
     }
 
-    /// Joins the product `y [rows, N] = x [rows, K] · Wᵀ` with its tensors, and compiles the kernels on first use.
-    ///
-    /// # Errors
-    /// [`Error::Size`](crate::Error::Size) for 0 rows or more than [`MOST_ROWS`], [`Error::Device`](crate::Error::Device)
-    /// for tensors with fewer elements, offsets that are not aligned as the device wants, or an odd number of outputs in
-    /// 16 bits.
-    pub fn bind(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<BoundLinear> {
-        if rows == 0 || rows > MOST_ROWS {
-            let (what, given, most) = ("the number of rows", rows as u64, MOST_ROWS as u64);
-            return Err(crate::Error::Size { what, given, most });
-        }
-        let limits = kernels.device().limits();
-        let (inputs, outputs) = (self.shape.inputs(), self.shape.outputs());
-        for (what, tensor, width) in [("the activations", x, inputs), ("the outputs", y, outputs)] {
-            if tensor.elements() < rows * width {
-                let (given, expected) = (tensor.elements(), rows * width);
-                return Err(
-                    DeviceError::Elements { what, given, expected, shape: format!("{rows} rows of {width}") }.into()
-                );
-            }
-            tensor.check_aligned(what, &limits)?;
-        }
-        if y.element_type() != ElementType::F32 && outputs % 2 == 1 {
-            let reason = format!("rows of {outputs} outputs in 16 bits do not begin at words; use f32");
-            return Err(DeviceError::Buffer { what: "the outputs", reason }.into());
-        }
-        let mut launches = Vec::new();
-        let ordered = match &self.order {
-            None => None,
-            Some(order) => {
-                let (ordered, launch) = self.order_inputs(kernels, order, x, rows)?;
-                launches.push(launch);
-                Some(ordered)
-            }
-        };
-        launches.push(self.product(kernels, ordered.as_ref().unwrap_or(x), rows, y)?);
-        Ok(BoundLinear(launches.into_iter().collect()))
+    /// Inputs with the padding of groups.
+    pub(super) fn places(&self) -> usize {
+        self.chunks * CHUNK
     }
 
-    fn order_inputs(
-        &self,
-        kernels: &Kernels,
-        order: &wgpu::Buffer,
-        x: &Tensor,
-        rows: usize,
-    ) -> Result<(Tensor, Launch)> {
-        let places = self.chunks * crate::stored::CHUNK;
-        let ordered = Tensor::zeroed(kernels.device(), rows * places, ElementType::F32)?;
-        let variant = Variant::new(&SHADERS, "order_inputs")
-            .import("element", file(x.element_type(), ELEMENT_FILES))
-            .constant("INPUTS", self.shape.inputs())
-            .constant("PLACES", places)
-            .constant("ALL_ROWS", rows);
-        let buffers =
-            [("order", order.as_entire_buffer_binding()), ("inputs", x.binding()), ("ordered", ordered.binding())];
-        // Layers have up to 2^24 inputs, whose padding at most doubles them.
-        let grid = [places.div_ceil(64) as u32, rows as u32, 1];
-        // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
-        let launch = unsafe { Launch::trusted(kernels, &variant, &buffers, grid) }?;
-        Ok((ordered, launch))
-    }
-
-    fn product(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<Launch> {
-        let together = rows.min(WORKGROUP_ROWS);
-        let variant = Variant::new(&SHADERS, "linear")
+    /// A variant of a kernel that reads weights.
+    pub(super) fn variant(&self, kernel: &'static str) -> Variant {
+        Variant::new(&SHADERS, kernel)
             .import("codes", codes_file(self.bits))
             .import("scales", self.scales_file)
-            .import("input", file(x.element_type(), INPUT_FILES))
-            .import("output", file(y.element_type(), OUTPUT_FILES))
             .constant("CHUNKS", self.chunks)
             .constant("GROUP_CHUNKS", self.group_chunks)
             .constant("OUTPUTS", self.shape.outputs())
-            .constant("ROWS", together)
-            .constant("ALL_ROWS", rows);
-        let buffers = [
-            ("codes", self.codes.as_entire_buffer_binding()),
-            ("scales", self.scales.as_entire_buffer_binding()),
-            ("inputs", x.binding()),
-            ("outputs_of_rows", y.binding()),
-        ];
-        let most = u64::from(kernels.device().limits().max_compute_workgroups_per_dimension);
-        let [width, height, _] = folded_grid(self.shape.outputs().div_ceil(WORKGROUP_OUTPUTS) as u64, most);
-        let grid = [width, height, rows.div_ceil(together) as u32];
-        // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
-        Ok(unsafe { Launch::trusted(kernels, &variant, &buffers, grid) }?)
     }
 }
 
-impl BoundLinear {
-    /// Encodes the product into an open pass. Does not submit, wait or allocate.
-    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
-        self.0.encode(pass);
+/// Refuses tensors with fewer elements than `rows` rows of `width`, or at offsets that are not aligned.
+pub(super) fn check(
+    what: &'static str,
+    tensor: &Tensor,
+    [rows, width]: [usize; 2],
+    limits: &wgpu::Limits,
+) -> Result<()> {
+    if tensor.elements() < rows * width {
+        let (given, expected) = (tensor.elements(), rows * width);
+        return Err(DeviceError::Elements { what, given, expected, shape: format!("{rows} rows of {width}") }.into());
     }
-
-    /// Number of dispatches: 1, or 2 where the activations are put in order first.
-    pub fn dispatches(&self) -> usize {
-        self.0.len()
-    }
-}
-
-const INPUT_FILES: [&str; 3] = ["linear/input/f32.wgsl", "linear/input/f16.wgsl", "linear/input/bf16.wgsl"];
-const OUTPUT_FILES: [&str; 3] = ["linear/output/f32.wgsl", "linear/output/f16.wgsl", "linear/output/bf16.wgsl"];
-const ELEMENT_FILES: [&str; 3] = ["linear/element/f32.wgsl", "linear/element/f16.wgsl", "linear/element/bf16.wgsl"];
-
-const fn file(element_type: ElementType, [single, half, brain]: [&'static str; 3]) -> &'static str {
-    match element_type {
-        ElementType::F32 => single,
-        ElementType::F16 => half,
-        ElementType::Bf16 => brain,
-    }
+    Ok(tensor.check_aligned(what, limits)?)
 }
 
 const fn codes_file(bits: Bits) -> &'static str {

@@ -1,10 +1,15 @@
-//! Layers on a wgpu device, and their product with up to 16 rows of activations.
+//! Layers on a wgpu device, and their product with activations.
 //!
 //! [`Linear::upload`] stores a layer in the order of `docs/weights.md`. [`Linear::bind`] joins it with tensors, and
-//! [`BoundLinear::encode`] records the product into an open compute pass: it does not submit, wait or allocate. The same
-//! inputs give the same bits.
+//! [`BoundLinear::encode`] records the product into an open compute pass: it does not submit, wait or allocate. The
+//! same inputs give the same bits. [`Linear::dequantize_weights`] gives the weights in f16 to an engine's own product.
 
+mod dequantize;
 mod linear;
+mod matrices;
+mod product;
 mod sources;
 
-pub use linear::{BoundLinear, Linear};
+pub use dequantize::BoundWeights;
+pub use linear::Linear;
+pub use product::BoundLinear;

@@ -138,8 +138,8 @@ pub fn ordered_cases() -> Vec<Case> {
     cases
 }
 
-/// Cases of many rows: numbers that fill no tile, every width, every type, act-order, padded groups, f32 scales, outputs
-/// that are no multiple of a tile.
+/// Cases of many rows: numbers that fill no tile, every width, every type, act-order, padded groups, f32 scales,
+/// outputs that are no multiple of a tile.
 pub fn many_row_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for bits in Bits::ALL {

@@ -182,7 +182,9 @@ fn times() {
                 let rate = bytes as f64 / seconds / 1e9;
                 let operations = 2e-12 * (rows * outputs * inputs) as f64 / seconds;
                 println!(
-                    "{bits}, {outputs} x {inputs}, {rows} rows of {of:?}: {:.2} us, {rate:.0} GB/s, {operations:.1} TFLOP/s",
+                    "{bits}, {outputs} x {inputs}, {rows} rows of {of:?}, {}: {:.2} us, {rate:.0} GB/s, {operations:.1} \
+                     TFLOP/s",
+                    bound[0].path(),
                     seconds * 1e6
                 );
             }

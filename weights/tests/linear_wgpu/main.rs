@@ -8,9 +8,11 @@ mod linear_cases;
 use half::{bf16, f16};
 use kvpack_device::wgpu::{Checks, Kernels, Requirements, Tensor, choose_adapter, open_device};
 use kvpack_device::{ElementType, Elements};
-use kvpack_weights::wgpu::Linear;
+use kvpack_weights::wgpu::{BoundLinear, Linear};
 use kvpack_weights::{Bits, Error, MOST_ROWS};
-use linear_cases::{Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, ordered_cases};
+use linear_cases::{
+    Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, many_row_cases, ordered_cases, weight_cases,
+};
 use pollster::block_on;
 
 struct Device {
@@ -28,7 +30,12 @@ fn device() -> Device {
     };
     let name = adapter.get_info().name;
     assert!(name.contains(expected), "the adapter is '{name}'");
-    let requirements = Requirements::of(&adapter, wgpu::ExperimentalFeatures::disabled());
+    let experimental = match std::env::var("KVPACK_PATH").as_deref() {
+        // SAFETY: A test, whose kernels were seen to run with cooperative matrices.
+        Ok("matrices") => unsafe { wgpu::ExperimentalFeatures::enabled() },
+        _ => wgpu::ExperimentalFeatures::disabled(),
+    };
+    let requirements = Requirements::of(&adapter, experimental);
     let (device, queue) = block_on(open_device(&adapter, requirements)).unwrap();
     let checks = match std::env::var("KVPACK_CHECKS").as_deref() {
         Ok("safe") => Checks::Safe,
@@ -49,8 +56,7 @@ fn tensor(on: &Device, numbers: &[f32], element_type: ElementType) -> (Tensor, V
     (tensor, held.into_iter().map(f64::from).collect())
 }
 
-fn run(on: &Device, linear: &Linear, x: &Tensor, rows: usize, y: &Tensor) -> Vec<f32> {
-    let bound = linear.bind(&on.kernels, x, rows, y).unwrap();
+fn run(on: &Device, bound: &BoundLinear, y: &Tensor) -> Vec<f32> {
     let mut encoder = on.device.create_command_encoder(&Default::default());
     bound.encode(&mut encoder.begin_compute_pass(&Default::default()));
     on.queue.submit([encoder.finish()]);
@@ -63,9 +69,10 @@ fn check(on: &Device, case: Case) {
     // Elements behind the outputs stay as they are.
     let (y, before) = tensor(on, &floats(case.rows * case.outputs + 6, 5), case.y);
     let linear = Linear::upload(&on.device, &quantized).unwrap();
-    let got = run(on, &linear, &x, case.rows, &y);
-    assert_eq!(got, run(on, &linear, &x, case.rows, &y), "{case:?}: a second run");
-    compare(&case, &quantized, &held, &got);
+    let bound = linear.bind(&on.kernels, &x, case.rows, &y).unwrap();
+    let got = run(on, &bound, &y);
+    assert_eq!(got, run(on, &bound, &y), "{case:?}: a second run");
+    compare(&case, &quantized, bound.path(), &held, &got);
     let behind = |of: &[f64]| of[case.rows * case.outputs..].to_vec();
     let after: Vec<f64> = got.iter().map(|&x| x.into()).collect();
     assert_eq!(behind(&after), behind(&before), "{case:?}: behind the outputs");
@@ -84,6 +91,32 @@ fn groups_of_any_order_and_size() {
 }
 
 #[test]
+fn products_of_many_rows() {
+    let on = device();
+    many_row_cases().into_iter().for_each(|case| check(&on, case));
+}
+
+#[test]
+fn weights_equal_those_of_the_reference() {
+    let on = device();
+    for case in weight_cases() {
+        let quantized = layer(&case);
+        let linear = Linear::upload(&on.device, &quantized).unwrap();
+        let want: Vec<f32> = quantized.dequantize_f16().into_iter().map(f32::from).collect();
+        // Elements behind the weights stay as they are.
+        let (weights, before) = tensor(&on, &floats(want.len() + 10, 5), ElementType::F16);
+        let bound = linear.dequantize_weights(&on.kernels, &weights).unwrap();
+        let mut encoder = on.device.create_command_encoder(&Default::default());
+        bound.encode(&mut encoder.begin_compute_pass(&Default::default()));
+        on.queue.submit([encoder.finish()]);
+        let got = block_on(weights.download(&on.device, &on.queue)).unwrap();
+        assert_eq!(got[..want.len()], want, "{case:?}");
+        let behind: Vec<f64> = got[want.len()..].iter().map(|&x| x.into()).collect();
+        assert_eq!(behind, before[want.len()..], "{case:?}: behind the weights");
+    }
+}
+
+#[test]
 fn what_does_not_fit_is_refused() {
     let on = device();
     let linear = Linear::upload(&on.device, &layer(&Case { outputs: 7, ..PLAIN })).unwrap();
@@ -96,6 +129,10 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(refused(&x, 3, &y), Error::Device(kvpack_device::Error::Elements { .. })));
     assert!(matches!(refused(&x, 2, &y.slice(0, 13).unwrap()), Error::Device(kvpack_device::Error::Elements { .. })));
     assert!(matches!(refused(&x.slice(1, 256).unwrap(), 1, &y), Error::Device(kvpack_device::Error::Buffer { .. })));
+    let weights = |tensor: &Tensor| linear.dequantize_weights(&on.kernels, tensor).unwrap_err();
+    let of_f32 = zeroed(7 * 256, ElementType::F32);
+    assert!(matches!(weights(&of_f32), Error::Device(kvpack_device::Error::Buffer { .. })));
+    assert!(matches!(weights(&x), Error::Device(kvpack_device::Error::Elements { .. })));
     // Rows of 7 outputs in 16 bits do not begin at words.
     let half = zeroed(14, ElementType::F16);
     assert!(matches!(refused(&x, 2, &half), Error::Device(kvpack_device::Error::Buffer { .. })));
@@ -117,7 +154,7 @@ fn times() {
             let bytes = first.bytes();
             let more = (1..copies(bytes)).map(|_| Linear::upload(&on.device, &quantized).unwrap());
             let layers: Vec<Linear> = std::iter::once(first.clone()).chain(more).collect();
-            for rows in [1, 4, 16] {
+            for rows in [1, 4, 16, 17, 512] {
                 let (x, _) = tensor(&on, &floats(rows * inputs, 4), ElementType::F16);
                 let (y, _) = tensor(&on, &floats(rows * outputs, 4), ElementType::F16);
                 let bound: Vec<_> = layers.iter().map(|layer| layer.bind(&on.kernels, &x, rows, &y).unwrap()).collect();
@@ -131,11 +168,17 @@ fn times() {
                     on.device.poll(wgpu::PollType::wait_indefinitely()).unwrap();
                     start.elapsed().as_secs_f64()
                 };
-                run(400);
+                let few = if rows > 64 { 20 } else { 400 };
+                run(few);
                 let best = |products| (0..5).map(|_| run(products)).fold(f64::MAX, f64::min);
-                let seconds = (best(1200) - best(400)) / 800.0;
+                let seconds = (best(3 * few) - best(few)) / (2 * few) as f64;
                 let rate = bytes as f64 / seconds / 1e9;
-                println!("{bits}, {outputs} x {inputs}, {rows} rows: {:.2} us, {rate:.0} GB/s", seconds * 1e6);
+                let operations = 2e-12 * (rows * outputs * inputs) as f64 / seconds;
+                println!(
+                    "{bits}, {outputs} x {inputs}, {rows} rows, {}: {:.2} us, {rate:.0} GB/s, {operations:.1} TFLOP/s",
+                    bound[0].path(),
+                    seconds * 1e6
+                );
             }
         }
     }

@@ -16,3 +16,8 @@ fn store(row: u32, first: u32, sums: vec4<f32>) {
         outputs_of_rows[(row * OUTPUTS + first) / 2u + 1u] = words.z | (words.w << 16u);
     }
 }
+
+// Rows of the outputs that are bound.
+fn bound_rows() -> u32 {
+    return arrayLength(&outputs_of_rows) * 2u / OUTPUTS;
+}

@@ -1,0 +1,146 @@
+// The product of many rows of f16 activations with packed weights, in tiles of 128 rows by 128 outputs, by cooperative
+// matrices of 16 × 16 × 16: y = x · Wᵀ.
+//
+// A workgroup dequantises a chunk of 32 inputs of its outputs into its memory, each weight rounded once to f16, with
+// the activations of its rows. Each of eight subgroups multiplies 64 rows by 32 outputs. What comes next is on its way
+// while a chunk is multiplied. Sums are f32 and run in a fixed order.
+//
+// f32 activations come as PARTS = 2 numbers in f16, one part behind the other, and the sums of both are the product.
+//
+// In bounds: control flow around products depends on constants alone. Rows and outputs beyond the last take the last
+// again and are not written.
+
+// import codes = linear/codes/four.wgsl
+// import scales = linear/scales/half.wgsl
+// import unit = linear/unit/one.wgsl
+// import output = linear/output/f32.wgsl
+// import linear/weights.wgsl
+
+alias Half4 = vec4<f16>;
+alias Left = coop_mat16x16<f16, A>;
+alias Right = coop_mat16x16<f16, B>;
+alias Sums = coop_mat16x16<f32, C>;
+
+const CHUNKS: u32 = 128u;
+const GROUP_CHUNKS: u32 = 4u;
+const GROUPS: u32 = CHUNKS / GROUP_CHUNKS;
+const OUTPUTS: u32 = 4096u;
+const PARTS: u32 = 1u;
+const ALL_CHUNKS: u32 = CHUNKS * PARTS;
+
+const TILE: u32 = 128u;
+// Rows of both tiles lie this many vectors of four halves apart, so that matrices are read from different banks.
+const STRIDE: u32 = 10u;
+// Columns of a block of sums lie this many numbers apart.
+const COLUMN: u32 = 20u;
+
+// [part][row][4 inputs]
+@group(0) @binding(2) var<storage, read> inputs: array<Half4>;
+
+var<workgroup> x_tile: array<Half4, 1280>;
+var<workgroup> w_tile: array<Half4, 1280>;
+// Of each subgroup, a block of sums: [output][row].
+var<workgroup> staged: array<f32, 2560>;
+
+// What an invocation loads for a chunk: an octet of two rows and of two outputs.
+struct Loaded {
+    x: array<Half4, 4>,
+    c0: Codes,
+    c1: Codes,
+    s0: vec2<f32>,
+    s1: vec2<f32>,
+}
+
+fn load(rows: vec2<u32>, outputs: vec2<u32>, q: u32, at: u32) -> Loaded {
+    let chunk = at % CHUNKS;
+    let x = rows * (8u * ALL_CHUNKS) + 8u * at + 2u * q;
+    let group = chunk / GROUP_CHUNKS;
+    return Loaded(
+        array<Half4, 4>(inputs[x.x], inputs[x.x + 1u], inputs[x.y], inputs[x.y + 1u]),
+        load_codes(outputs.x * CHUNKS + chunk),
+        load_codes(outputs.y * CHUNKS + chunk),
+        load_scale(outputs.x * GROUPS + group),
+        load_scale(outputs.y * GROUPS + group),
+    );
+}
+
+fn put(line: u32, q: u32, loaded: Loaded) {
+    let at = line * STRIDE + 2u * q;
+    x_tile[at] = loaded.x[0];
+    x_tile[at + 1u] = loaded.x[1];
+    x_tile[at + 64u * STRIDE] = loaded.x[2];
+    x_tile[at + 64u * STRIDE + 1u] = loaded.x[3];
+    let w0 = octet_weights(loaded.c0, q, loaded.s0);
+    w_tile[at] = Half4(w0.low);
+    w_tile[at + 1u] = Half4(w0.high);
+    let w1 = octet_weights(loaded.c1, q, loaded.s1);
+    w_tile[at + 64u * STRIDE] = Half4(w1.low);
+    w_tile[at + 64u * STRIDE + 1u] = Half4(w1.high);
+}
+
+@compute @workgroup_size(256)
+fn linear_matrix(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(num_workgroups) workgroups: vec3<u32>,
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(subgroup_invocation_id) lane: u32,
+) {
+    let invocation = (subgroup * 32u + lane) % 256u;
+    let team = invocation / 32u;
+    let rows = bound_rows();
+    let first_output = (workgroup.y * workgroups.x + workgroup.x) * TILE;
+    let first_row = workgroup.z * TILE;
+    let line = invocation / 4u;
+    let q = invocation % 4u;
+    let own_rows = min(vec2<u32>(first_row + line, first_row + line + 64u), vec2<u32>(rows - 1u));
+    let own_outputs = min(vec2<u32>(first_output + line, first_output + line + 64u), vec2<u32>(OUTPUTS - 1u));
+    // The rows and outputs that the subgroup multiplies.
+    let team_row = team / 4u * 64u;
+    let team_output = team % 4u * 32u;
+    var sums: array<Sums, 8>;
+    // unroll
+    for (var i = 0u; i < 8u; i++) {
+        sums[i] = Sums();
+    }
+    var loaded = load(own_rows, own_outputs, q, 0u);
+    for (var at = 0u; at < ALL_CHUNKS; at++) {
+        put(line, q, loaded);
+        workgroupBarrier();
+        loaded = load(own_rows, own_outputs, q, min(at + 1u, ALL_CHUNKS - 1u));
+        // unroll
+        for (var k = 0u; k < 2u; k++) {
+            let w0 = coopLoad<Right>(&w_tile[team_output * STRIDE + 4u * k], STRIDE);
+            let w1 = coopLoad<Right>(&w_tile[(team_output + 16u) * STRIDE + 4u * k], STRIDE);
+            // unroll
+            for (var i = 0u; i < 4u; i++) {
+                let x = coopLoadT<Left>(&x_tile[(team_row + 16u * i) * STRIDE + 4u * k], STRIDE);
+                sums[2u * i] = coopMultiplyAdd(x, w0, sums[2u * i]);
+                sums[2u * i + 1u] = coopMultiplyAdd(x, w1, sums[2u * i + 1u]);
+            }
+        }
+        workgroupBarrier();
+    }
+    // unroll
+    for (var i = 0u; i < 8u; i++) {
+        coopStore(sums[i], &staged[team * (16u * COLUMN)], COLUMN);
+        workgroupBarrier();
+        // A lane writes two fours of outputs of a row.
+        let row = first_row + team_row + 16u * (i / 2u) + lane % 16u;
+        // unroll
+        for (var j = 0u; j < 2u; j++) {
+            let four = 4u * (lane / 16u + 2u * j);
+            let block = team * (16u * COLUMN) + four * COLUMN + lane % 16u;
+            let output = first_output + team_output + 16u * (i % 2u) + four;
+            if (row < rows && output < OUTPUTS) {
+                let sum = vec4<f32>(
+                    staged[block],
+                    staged[block + COLUMN],
+                    staged[block + 2u * COLUMN],
+                    staged[block + 3u * COLUMN],
+                );
+                store(row, output, unit(row) * sum);
+            }
+        }
+        workgroupBarrier();
+    }
+}

@@ -1,0 +1,198 @@
+//! The product of a layer with activations.
+
+use kvpack_device::wgpu::launch::folded_grid;
+use kvpack_device::wgpu::{Kernels, Launch, Launches, Tensor, Variant};
+use kvpack_device::{ElementType, Error as DeviceError};
+
+use super::linear::{Linear, check};
+use super::sources::SHADERS;
+use crate::error::{Result, check_rows};
+use crate::path::Path;
+
+/// Outputs of a workgroup that takes a few rows, and rows that it takes together.
+const FEW: [usize; 2] = [4, 4];
+
+/// The most rows of such workgroups; with more, tiles are faster.
+const FEW_ROWS: usize = 16;
+
+/// Rows and outputs of a tile.
+const TILE: usize = 64;
+
+/// Rows and outputs of a tile of matrices.
+const MATRIX_TILE: usize = 128;
+
+/// A product that is joined with its tensors.
+#[derive(Clone, Debug)]
+pub struct BoundLinear {
+    path: Path,
+    launches: Launches,
+}
+
+/// Activations as a kernel reads them.
+struct Prepared {
+    inputs: Tensor,
+    parts: usize,
+    /// The factor of each row.
+    units: Option<Tensor>,
+}
+
+impl Linear {
+    /// Joins the product `y [rows, N] = x [rows, K] · Wᵀ` with its tensors, and compiles the kernels on first use.
+    ///
+    /// Products of more than 16 rows round each weight to f16 where [`BoundLinear::path`] is [`Path::MatrixTiles`].
+    ///
+    /// # Errors
+    /// [`Error::Size`](crate::Error::Size) for 0 rows or more than [`MOST_ROWS`](crate::MOST_ROWS),
+    /// [`Error::Device`](crate::Error::Device) for tensors with fewer elements, offsets that are not aligned as the
+    /// device wants, or an odd number of outputs in 16 bits.
+    pub fn bind(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<BoundLinear> {
+        check_rows(rows)?;
+        let limits = kernels.device().limits();
+        let (inputs, outputs) = (self.shape.inputs(), self.shape.outputs());
+        check("the activations", x, [rows, inputs], &limits)?;
+        check("the outputs", y, [rows, outputs], &limits)?;
+        if y.element_type() != ElementType::F32 && outputs % 2 == 1 {
+            let reason = format!("rows of {outputs} outputs in 16 bits do not begin at words; use f32");
+            return Err(DeviceError::Buffer { what: "the outputs", reason }.into());
+        }
+        // Kernels of tiles take the number of rows from what is bound.
+        let y = y.slice(0, rows * outputs)?;
+        let path = match (rows > FEW_ROWS, self.has_matrices) {
+            (false, _) => Path::FourRows,
+            (true, false) => Path::Tiles,
+            (true, true) => Path::MatrixTiles,
+        };
+        let mut launches = Vec::new();
+        let prepared = match path {
+            Path::MatrixTiles => self.prepare(kernels, x, rows, &mut launches)?,
+            _ => Prepared { inputs: self.ordered(kernels, x, rows, &mut launches)?, parts: 1, units: None },
+        };
+        launches.push(match path {
+            Path::MatrixTiles => self.matrix_tiles(kernels, &prepared, rows, &y)?,
+            Path::Tiles => self.tiles(kernels, &prepared.inputs, rows, &y)?,
+            _ => self.few_rows(kernels, &prepared.inputs, rows, &y)?,
+        });
+        Ok(BoundLinear { path, launches: launches.into_iter().collect() })
+    }
+
+    /// Activations in the order of the codes, in f32 where they had another.
+    fn ordered(&self, kernels: &Kernels, x: &Tensor, rows: usize, launches: &mut Vec<Launch>) -> Result<Tensor> {
+        let Some(order) = &self.order else { return Ok(x.clone()) };
+        let places = self.places();
+        let ordered = Tensor::zeroed(kernels.device(), rows * places, ElementType::F32)?;
+        let variant = Variant::new(&SHADERS, "order_inputs")
+            .import("element", file(x.element_type(), ELEMENT_FILES))
+            .constant("INPUTS", self.shape.inputs())
+            .constant("PLACES", places)
+            .constant("ALL_ROWS", rows);
+        let order = ("order", order.inputs.as_entire_buffer_binding());
+        let buffers = [order, ("inputs", x.binding()), ("ordered", ordered.binding())];
+        // Layers have up to 2^24 inputs, whose padding at most doubles them.
+        let grid = [places.div_ceil(64) as u32, rows as u32, 1];
+        // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
+        launches.push(unsafe { Launch::trusted(kernels, &variant, &buffers, grid) }?);
+        Ok(ordered)
+    }
+
+    /// Activations in the order of the codes and in f16: f16 in order as it is, others with a factor for each row.
+    fn prepare(&self, kernels: &Kernels, x: &Tensor, rows: usize, launches: &mut Vec<Launch>) -> Result<Prepared> {
+        if x.element_type() == ElementType::F16 && self.order.is_none() {
+            return Ok(Prepared { inputs: x.clone(), parts: 1, units: None });
+        }
+        let parts = if x.element_type() == ElementType::F32 { 2 } else { 1 };
+        let places = self.places();
+        let prepared = Tensor::zeroed(kernels.device(), rows * parts * places, ElementType::F16)?;
+        let units = Tensor::zeroed(kernels.device(), rows, ElementType::F32)?;
+        let mut variant = Variant::new(&SHADERS, "prepare_rows")
+            .import("element", file(x.element_type(), ELEMENT_FILES))
+            .constant("INPUTS", self.shape.inputs())
+            .constant("PLACES", places)
+            .constant("PARTS", parts)
+            .constant("ALL_ROWS", rows);
+        let mut buffers = vec![("inputs", x.binding()), ("prepared", prepared.binding()), ("units", units.binding())];
+        if let Some(order) = &self.order {
+            variant = variant.import("place", "linear/place/ordered.wgsl");
+            buffers.push(("order", order.inputs.as_entire_buffer_binding()));
+        }
+        // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
+        launches.push(unsafe { Launch::trusted(kernels, &variant, &buffers, [rows as u32, 1, 1]) }?);
+        Ok(Prepared { inputs: prepared, parts, units: Some(units) })
+    }
+
+    fn few_rows(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<Launch> {
+        let together = rows.min(FEW[1]);
+        let variant = self.variant("linear").import("input", file(x.element_type(), INPUT_FILES));
+        let variant = variant.constant("ROWS", together).constant("ALL_ROWS", rows);
+        let depth = rows.div_ceil(together);
+        self.launch(kernels, variant, (x, None, y), self.grid(kernels, FEW[0], depth))
+    }
+
+    fn tiles(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<Launch> {
+        let variant = self.variant("linear_tiles").import("input", file(x.element_type(), INPUT_FILES));
+        self.launch(kernels, variant, (x, None, y), self.grid(kernels, TILE, rows.div_ceil(TILE)))
+    }
+
+    fn matrix_tiles(&self, kernels: &Kernels, x: &Prepared, rows: usize, y: &Tensor) -> Result<Launch> {
+        let mut variant = self.variant("linear_matrix").with_f16().with_matrices().constant("PARTS", x.parts);
+        if x.units.is_some() {
+            variant = variant.import("unit", "linear/unit/given.wgsl");
+        }
+        let grid = self.grid(kernels, MATRIX_TILE, rows.div_ceil(MATRIX_TILE));
+        self.launch(kernels, variant, (&x.inputs, x.units.as_ref(), y), grid)
+    }
+
+    /// Workgroups of `outputs` outputs each, `depth` times.
+    fn grid(&self, kernels: &Kernels, outputs: usize, depth: usize) -> [u32; 3] {
+        let most = u64::from(kernels.device().limits().max_compute_workgroups_per_dimension);
+        let [width, height, _] = folded_grid(self.shape.outputs().div_ceil(outputs) as u64, most);
+        [width, height, depth as u32]
+    }
+
+    fn launch(
+        &self,
+        kernels: &Kernels,
+        variant: Variant,
+        (x, units, y): (&Tensor, Option<&Tensor>, &Tensor),
+        grid: [u32; 3],
+    ) -> Result<Launch> {
+        let variant = variant.import("output", file(y.element_type(), OUTPUT_FILES));
+        let mut buffers = vec![
+            ("codes", self.codes.as_entire_buffer_binding()),
+            ("scales", self.scales.as_entire_buffer_binding()),
+            ("inputs", x.binding()),
+            ("outputs_of_rows", y.binding()),
+        ];
+        buffers.extend(units.map(|units| ("units", units.binding())));
+        // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
+        Ok(unsafe { Launch::trusted(kernels, &variant, &buffers, grid) }?)
+    }
+}
+
+impl BoundLinear {
+    /// Encodes the product into an open pass. Does not submit, wait or allocate.
+    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
+        self.launches.encode(pass);
+    }
+
+    /// The kernel that it takes.
+    pub fn path(&self) -> Path {
+        self.path
+    }
+
+    /// Number of dispatches: 1, or 2 where the activations are put in order or into f16 first.
+    pub fn dispatches(&self) -> usize {
+        self.launches.len()
+    }
+}
+
+const INPUT_FILES: [&str; 3] = ["linear/input/f32.wgsl", "linear/input/f16.wgsl", "linear/input/bf16.wgsl"];
+const OUTPUT_FILES: [&str; 3] = ["linear/output/f32.wgsl", "linear/output/f16.wgsl", "linear/output/bf16.wgsl"];
+const ELEMENT_FILES: [&str; 3] = ["linear/element/f32.wgsl", "linear/element/f16.wgsl", "linear/element/bf16.wgsl"];
+
+const fn file(element_type: ElementType, [single, half, brain]: [&'static str; 3]) -> &'static str {
+    match element_type {
+        ElementType::F32 => single,
+        ElementType::F16 => half,
+        ElementType::Bf16 => brain,
+    }
+}
