@@ -9,7 +9,7 @@ use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, ModelRecipe, Prompt
 use kvpack::plan::{RowLayout, TokenRange};
 use kvpack_serving::{Batch, BatchRun};
 use pollster::block_on;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::attention::Steps;
 use crate::host::Host;
@@ -17,7 +17,7 @@ use crate::own::largest;
 use crate::rig::Rig;
 
 /// What a step of decoding takes, the middle of several.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct StepTime {
     /// By the clock of the host, from one token to the next.
     pub step_ms: f64,
