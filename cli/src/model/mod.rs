@@ -5,7 +5,6 @@
 //! | `config` | what a GGUF file says of the model |
 //! | `header` | what is checked of the file before candle reads it |
 //! | `weights` | its tensors, dequantised |
-//! | `model_file` | the same for decoders on other tensor libraries |
 //! | `tokenizer` | its tokenizer |
 //! | `transformer` | the forward pass, with candle's operations |
 //! | `projections` | the linear layers of a block by name |
@@ -24,7 +23,6 @@ mod config;
 mod dense_prompt;
 mod error;
 mod header;
-mod model_file;
 mod packed;
 mod projections;
 mod quantized;
@@ -41,7 +39,7 @@ pub use calibrate::{Calibration, Method, Remarks};
 pub use config::{Activation, Config, LocalLayers, RopePairs};
 pub use dense_prompt::DensePrompt;
 pub use error::ModelError;
-pub use model_file::ModelFile;
+
 pub use packed::PackedAttention;
 pub use projections::Projection;
 pub use quantized::QuantizedModel;

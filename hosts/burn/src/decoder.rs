@@ -9,7 +9,6 @@ use crate::Result;
 /// The weights of a model, in f32.
 pub struct Decoder {
     pub config: Config,
-    vocabulary: usize,
     device: Device,
     embedding: Tensor<2>,
     layers: Vec<Layer>,
@@ -53,16 +52,15 @@ struct Rotation {
 pub type Attend<'a> = dyn FnMut(usize, [&Tensor<2>; 3]) -> Result<Tensor<2>> + 'a;
 
 impl Decoder {
-    /// A decoder of a shape that knows `vocabulary` tokens.
-    pub fn load(device: &Device, config: Config, vocabulary: usize, tensors: &mut impl Tensors) -> Result<Self> {
+    pub fn load(device: &Device, config: Config, tensors: &mut impl Tensors) -> Result<Self> {
         let mut load = Load { device, tensors };
         let (width, half) = (config.width, config.attention.head_dim() / 2);
-        let embedding = load.matrix("token_embd.weight", [vocabulary, width])?;
+        let embedding = load.matrix("token_embd.weight", [config.vocabulary, width])?;
         let layers = (0..config.layers).map(|layer| load.layer(&config, layer)).collect::<Result<_>>()?;
         let output_norm = load.row("output_norm.weight", width)?;
         // Small models use the embedding for the output as well.
         let output = match load.tensors.has("output.weight") {
-            true => load.linear("output", width, vocabulary)?,
+            true => load.linear("output", width, config.vocabulary)?,
             false => Linear { weight: embedding.clone().transpose(), bias: None },
         };
         let factors = match load.tensors.has("rope_freqs.weight") {
@@ -73,7 +71,7 @@ impl Decoder {
         let frequencies = turns(config.rope_base).zip(factors).map(|(turn, factor)| turn / factor).collect();
         let local_frequencies = config.local.map_or_else(Vec::new, |local| turns(local.rope_base).collect());
         let device = device.clone();
-        Ok(Self { config, vocabulary, device, embedding, layers, output_norm, output, frequencies, local_frequencies })
+        Ok(Self { config, device, embedding, layers, output_norm, output, frequencies, local_frequencies })
     }
 
     /// The residual stream `[rows, width]` of tokens at any positions, of any sequences.
@@ -82,8 +80,7 @@ impl Decoder {
         let local = self.rotation(&self.local_frequencies, positions);
         let mut stream = self.embedding.clone().select(0, self.indices(tokens)) * self.config.embedding_scale;
         for (index, layer) in self.layers.iter().enumerate() {
-            let is_local = self.config.layer_attention(index).window().is_some();
-            let rotation = if is_local { &local } else { &global };
+            let rotation = if self.config.is_local(index) { &local } else { &global };
             let normed = self.norm(stream.clone(), &layer.attention_norm);
             let queries = self.rotated(layer.query.forward(&normed), &layer.query_norm, rotation);
             let keys = self.rotated(layer.key.forward(&normed), &layer.key_norm, rotation);
@@ -104,20 +101,11 @@ impl Decoder {
 
     /// The logits of some rows of the stream, row by row.
     pub fn logits(&self, stream: Tensor<2>, rows: &[usize]) -> Result<Vec<Vec<f32>>> {
-        let logits = self.logits_of(stream, rows).into_data();
-        let logits = logits.try_to_vec::<f32>().map_err(|error| format!("{error:?}"))?;
-        Ok(logits.chunks(self.vocabulary).map(<[f32]>::to_vec).collect())
-    }
-
-    /// The tokens with the largest logits of some rows of the stream.
-    pub fn largest(&self, stream: Tensor<2>, rows: &[usize]) -> Result<Vec<u32>> {
-        let largest = self.logits_of(stream, rows).argmax(1).into_data();
-        Ok(largest.iter::<i64>().map(|token| token as u32).collect())
-    }
-
-    fn logits_of(&self, stream: Tensor<2>, rows: &[usize]) -> Tensor<2> {
         let rows: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
-        self.output.forward(&self.norm(stream.select(0, self.indices(&rows)), &self.output_norm))
+        let normed = self.norm(stream.select(0, self.indices(&rows)), &self.output_norm);
+        let logits = self.output.forward(&normed).into_data();
+        let logits = logits.try_to_vec::<f32>().map_err(|error| format!("{error:?}"))?;
+        Ok(logits.chunks(self.config.vocabulary).map(<[f32]>::to_vec).collect())
     }
 
     fn indices(&self, of: &[u32]) -> Tensor<1, Int> {

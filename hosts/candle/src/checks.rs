@@ -37,7 +37,7 @@ fn gguf(family: &str) -> Result<Vec<u8>> {
     let mut metadata: Vec<(String, Value)> = vec![
         ("general.architecture".into(), Value::String(family.into())),
         (key("block_count"), number(config.layers)),
-        (key("context_length"), number(config.context)),
+        (key("context_length"), number(1000)),
         (key("embedding_length"), number(config.width)),
         (key("feed_forward_length"), number(config.feed_forward)),
         (key("attention.head_count"), number(config.attention.query_heads())),
@@ -47,7 +47,7 @@ fn gguf(family: &str) -> Result<Vec<u8>> {
         ("tokenizer.ggml.pre".into(), Value::String("smollm".into())),
         ("tokenizer.ggml.merges".into(), Value::Array(vec![Value::String("! \"".into())])),
     ];
-    let mut pieces: Vec<Value> = (0..tiny::VOCABULARY - 1).map(piece).collect();
+    let mut pieces: Vec<Value> = (0..config.vocabulary - 1).map(piece).collect();
     pieces.push(Value::String("!\"".into()));
     metadata.push(("tokenizer.ggml.tokens".into(), Value::Array(pieces)));
     if let Some(local) = config.local {

@@ -6,7 +6,7 @@
 //! | `batch` | the tokens of a step, and the model that computes them |
 //! | `schedule` | who runs, who waits, who is preempted |
 //! | `figures` | throughput, latencies and pages, as a table and as JSON |
-//! | `decoder` | the shape of a decoder and its tensors by name, for hosts without candle |
+//! | `decoder` | the shape of a decoder and its tensors by name, for hosts without a GGUF reader |
 //! | `tiny` | a small decoder with random weights, for tests |
 //!
 //! A request joins and leaves in any step. Its prompt is computed in parts, next to decoded tokens of others. Prompts

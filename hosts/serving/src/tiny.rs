@@ -99,12 +99,11 @@ impl Tiny {
         let is_gemma = family == "gemma3";
         let attention = AttentionShape::new(HEADS, 1, WIDTH / HEADS)?;
         let config = Config {
-            name: format!("tiny {family}"),
-            context: 1000,
             layers: if is_gemma { 6 } else { 2 }, // Gemma's sixth layer is the first that sees all
             width: WIDTH,
             feed_forward: INNER,
             attention,
+            vocabulary: VOCABULARY,
             norm_epsilon: f64::from(1e-5f32),
             rope_base: 10_000.0,
             rope_pairs: if family == "llama" { RopePairs::Neighbours } else { RopePairs::Halves },
