@@ -345,6 +345,7 @@ example() {
     local folder="${CARGO_TARGET_DIR:-target}/debug/examples"
     stage example on "$first" "$folder/engine_integration"
     stage example-serving on "$first" "$folder/serving"
+    stage example-policies on "$first" "$folder/policies"
 }
 
 # The wheel for Python, in a workspace of its own: a debug build of the CPU backend, tested with NumPy.

@@ -19,7 +19,7 @@
 // The keys of a warp's next tile are loaded before the products of this one, where there are registers for them.
 constexpr bool AHEAD = WARPGROUPS && !COUNTING && KEY_TYPE == ELEMENTS_F16 && KEYS_ALIGNED;
 
-// AGGREGATION: 0: per query head, 1: sum, 2: mean, 3: maximum.
+// AGGREGATION: 0: per query head, 1: sum, 2: mean, 3: maximum. ADDS: sums are added to what is there.
 
 // The contents of shared memory: the staged groups of eight rows and, for each row, the number of keys that it sees,
 // its log-sum-exp in powers of two, the least score that counts, and the counts as [warp][row].
@@ -89,7 +89,7 @@ template <bool MASKED>
 __device__ __forceinline__ void end_head(Tile& tile, const StatsCall& call, u32 kv_head, u32 of_group, u32 lane) {
     const bool writes = AGGREGATION == 0 || of_group + 1 == call.group;
     const u64 row = AGGREGATION == 0 ? kv_head * call.group + of_group : kv_head;
-    float* column_sums = (float*)call.column_sums + row * call.tokens + tile.first_key + lane / 4;
+    float* column_sums = (float*)call.column_sums + row * call.sum_stride + tile.first_key + lane / 4;
 #pragma unroll
     for (u32 i = 0; i < SLOTS; i++) {
         float sum = tile.sums[i];
@@ -102,7 +102,8 @@ __device__ __forceinline__ void end_head(Tile& tile, const StatsCall& call, u32 
         const float divisor = AGGREGATION == 2 ? (float)call.group : 1.0f;
         const bool exists = !MASKED || tile.first_key + 8 * i + lane / 4 < call.tokens;
         if (writes && exists && lane % 4 == i % 4) {
-            column_sums[8 * i] = AGGREGATION == 0 ? sum : tile.aggregated[i] / divisor;
+            const float before = ADDS ? column_sums[8 * i] : 0.0f;
+            column_sums[8 * i] = before + (AGGREGATION == 0 ? sum : tile.aggregated[i] / divisor);
         }
     }
 }
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_column_stats(
     const auto stage = [&](u32 chunk) {
         stage_chunk(shared.staged, shared.seen, call, rows, chunk, [&](u32 index, const PassingRow& row) {
             // The weights of rows that do not exist are zero.
-            shared.lse[index] = row.exists ? ((const float*)call.row_lse)[row.at(call)] * LOG2_E : 1e30f;
+            shared.lse[index] = row.exists ? ((const float*)call.row_lse)[row.lse_at(call)] * LOG2_E : 1e30f;
             if (COUNTING) {
                 const float max = row.exists ? ((const float*)call.row_max)[row.at(call)] : 0.0f;
                 shared.least[index] = row.exists ? max + call.log_threshold : 3.4028234e38f;

@@ -38,6 +38,11 @@ struct StatsCall {
     u32 part_tiles;
     // Eights of a chunk, a multiple of AT_ONCE.
     u32 staged;
+    // Places of log-sum-exps, and of the sums of a head, in elements.
+    u32 lse_row_stride;
+    u32 lse_head_stride;
+    u32 sum_stride;
+    u32 unused;
     float scale;
     float log_threshold;
 };
@@ -65,6 +70,11 @@ struct PassingRow {
         query_head = rows.kv_head * call.group + eight / rows.of_head;
         row = eight % rows.of_head * 8 + of_eight;
         exists = eight < rows.eights && row < call.rows;
+    }
+
+    // The place of its log-sum-exp.
+    __device__ __forceinline__ u64 lse_at(const StatsCall& call) const {
+        return (u64)query_head * call.lse_head_stride + (u64)row * call.lse_row_stride;
     }
 
     // The place of its statistics in [query_head][row].

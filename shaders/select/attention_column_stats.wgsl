@@ -11,22 +11,33 @@
 // one bit per row, and 16 invocations add up the bits of each row. Every sum has a fixed order. Keys are read once,
 // query rows once per tile. Neither scores nor weights are written.
 //
-// In bounds: as in attention_row_stats.
+// In bounds: as in attention_row_stats; log-sum-exps and sums were checked against the call when they were bound.
 //
 // binds: 3 row_lse, 4 column_sums
-// set by plans: AGGREGATION
+// set by plans: AGGREGATION, ADDS
 
 // import select/stats_call.wgsl
 
-// [query_head][row].
+// By the strides of the call.
 @group(0) @binding(3) var<storage, read> row_lse: array<f32>;
-// [query_head][key], or [kv_head][key] if aggregated.
+// [query_head][key], or [kv_head][key] if aggregated, every `sum_stride` elements.
 @group(0) @binding(4) var<storage, read_write> column_sums: array<f32>;
 
 // 0: per query head, 1: sum, 2: mean, 3: maximum.
 const AGGREGATION: u32 = 0u;
+// 1: sums are added to what is there.
+const ADDS: u32 = 0u;
 
 // import counting = select/counting/slot.wgsl
+
+fn write_sum(head: u32, token: u32, sum: f32) {
+    let at = head * call.sum_stride + token;
+    var before = 0f;
+    if (ADDS == 1u) {
+        before = column_sums[at];
+    }
+    column_sums[at] = before + sum;
+}
 
 @compute @workgroup_size(128)
 fn attention_column_stats(
@@ -63,7 +74,8 @@ fn attention_column_stats(
                     let score = product(r);
                     if (sees(first + r, token)) {
                         let row = query_head * call.rows + first + r;
-                        staged_sum += exp(score - row_lse[row]);
+                        let lse = call.first_lse + query_head * call.lse_head_stride + (first + r) * call.lse_row_stride;
+                        staged_sum += exp(score - row_lse[lse]);
                         reached_rows |= reaches(score, row) << r;
                     }
                 }
@@ -72,7 +84,7 @@ fn attention_column_stats(
             }
             if (AGGREGATION == 0u) {
                 if (token < call.tokens) {
-                    column_sums[query_head * call.tokens + token] = sum;
+                    write_sum(query_head, token, sum);
                 }
             } else if (AGGREGATION == 3u) {
                 // Column sums are not negative.
@@ -82,7 +94,7 @@ fn attention_column_stats(
             }
         }
         if (AGGREGATION != 0u && token < call.tokens) {
-            column_sums[kv_head * call.tokens + token] = aggregated / select(1f, f32(call.group), AGGREGATION == 2u);
+            write_sum(kv_head, token, aggregated / select(1f, f32(call.group), AGGREGATION == 2u));
         }
     }
 }

@@ -19,6 +19,11 @@ struct StatsCall {
     group: u32,
     // Tiles of keys in a part. A workgroup measures a part of the keys of one KV head.
     part_tiles: u32,
+    // Places of log-sum-exps, and of the sums of a head, in elements.
+    first_lse: u32,
+    lse_row_stride: u32,
+    lse_head_stride: u32,
+    sum_stride: u32,
     // 1 / √HEAD_DIM.
     scale: f32,
     // ln of the counting threshold.

@@ -4,9 +4,9 @@ use std::future::Future;
 
 use super::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Backend, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows,
-    TokenSelection, WriteInput,
+    MeasuredAttention, MergedTokens, NewCentre, NewQueries, NonFinite, Packing, QueriesAndKeys, QueryPrecision,
+    RowCentres, RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage,
+    TensorRows, TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -211,6 +211,15 @@ pub trait Forward {
         self.inner().dequantize(store, read)
     }
 
+    fn dequantize_with(
+        &self,
+        store: &Store<Self>,
+        read: SpanRead<'_>,
+        rows: &mut Option<(Tensor<Self>, Tensor<Self>)>,
+    ) -> Result<()> {
+        self.inner().dequantize_with(store, read, rows)
+    }
+
     fn arithmetic(
         &self,
         shape: &AttentionShape,
@@ -304,6 +313,19 @@ pub trait Forward {
         rows: &RowStatistics<Tensor<Self>>,
     ) -> Result<Measured<Self>> {
         self.inner().measure_columns(input, columns, rows)
+    }
+
+    fn add_attention(
+        &self,
+        input: NewQueries<'_, Tensor<Self>>,
+        columns: ColumnRequest,
+        sums: &mut Option<Tensor<Self>>,
+    ) -> Result<Option<Words<Self>>> {
+        self.inner().add_attention(input, columns, sums)
+    }
+
+    fn begin_word_reads(&self, words: &[&Words<Self>], stores: &[&Store<Self>]) -> Result<SpanReads<Self>> {
+        self.inner().begin_word_reads(words, stores)
     }
 
     fn token_scores(&self, sums: &Tensor<Self>, kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Scored<Self>> {

@@ -2,11 +2,11 @@
 
 use std::future::Future;
 
-use super::forward::{Flags, Forward, Indices, Measured, Merged, Scored, States, Store, Tensor, Words};
+use super::forward::{Flags, Forward, Indices, Measured, Merged, Scored, SpanReads, States, Store, Tensor, Words};
 use super::{
-    AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NonFinite, Packing,
-    QueriesAndKeys, QueryPrecision, RowCentres, RowStatistics, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts,
-    Storage, TensorRows, TokenSelection, WriteInput,
+    AttendArithmetic, AttendOptions, Attention, Device, FlaggedToken, KeptAndEvicted, NewCentre, NewQueries, NonFinite,
+    Packing, QueriesAndKeys, QueryPrecision, RowCentres, RowStatistics, SpanBytes, SpanPlace, SpanRead, SpanWrite,
+    StateParts, Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::Result;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -184,6 +184,15 @@ impl<F: Forward> Packing for Forwarding<F> {
     fn dequantize(&self, store: &Store<F>, read: SpanRead<'_>) -> Result<(Tensor<F>, Tensor<F>)> {
         self.0.dequantize(store, read)
     }
+
+    fn dequantize_with(
+        &self,
+        store: &Store<F>,
+        read: SpanRead<'_>,
+        rows: &mut Option<(Tensor<F>, Tensor<F>)>,
+    ) -> Result<()> {
+        self.0.dequantize_with(store, read, rows)
+    }
 }
 
 impl<F: Forward> Attention for Forwarding<F> {
@@ -284,6 +293,19 @@ impl<F: Forward> TokenSelection for Forwarding<F> {
         rows: &RowStatistics<Tensor<F>>,
     ) -> Result<Measured<F>> {
         self.0.measure_columns(input, columns, rows)
+    }
+
+    fn add_attention(
+        &self,
+        input: NewQueries<'_, Tensor<F>>,
+        columns: ColumnRequest,
+        sums: &mut Option<Tensor<F>>,
+    ) -> Result<Option<Words<F>>> {
+        self.0.add_attention(input, columns, sums)
+    }
+
+    fn begin_word_reads(&self, words: &[&Words<F>], stores: &[&Store<F>]) -> Result<SpanReads<F>> {
+        self.0.begin_word_reads(words, stores)
     }
 
     fn token_scores(&self, sums: &Tensor<F>, kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Scored<F>> {

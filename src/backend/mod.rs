@@ -39,8 +39,8 @@ pub use forwarding::Forwarding;
 pub use open_step::{LayerTensors, OpenStep, StagedSpan, StepKind, StepKinds, StoredLayers};
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, WriteInput};
 pub use selection::{
-    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, RowStatistics, ScoredTokens, TensorRows,
-    TokenSelection,
+    KeptAndEvicted, MeasuredAttention, MergedTokens, NewQueries, QueriesAndKeys, RowStatistics, ScoredTokens,
+    TensorRows, TokenSelection,
 };
 pub use storage::{SpanBytes, SpanPlace, Storage};
 

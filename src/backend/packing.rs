@@ -236,4 +236,19 @@ pub trait Packing: Storage {
     /// # Errors
     /// When pages or slots do not exist.
     fn dequantize(&self, store: &Self::Store, read: SpanRead<'_>) -> Result<(Self::Tensor, Self::Tensor)>;
+
+    /// [`dequantize`](Packing::dequantize) to the beginning of tensors that are used again and again, or to new ones
+    /// where there are none yet, or too short ones.
+    ///
+    /// # Errors
+    /// As [`dequantize`](Packing::dequantize).
+    fn dequantize_with(
+        &self,
+        store: &Self::Store,
+        read: SpanRead<'_>,
+        rows: &mut Option<(Self::Tensor, Self::Tensor)>,
+    ) -> Result<()> {
+        *rows = Some(self.dequantize(store, read)?);
+        Ok(())
+    }
 }

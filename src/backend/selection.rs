@@ -2,11 +2,12 @@
 
 use std::future::Future;
 
-use super::Device;
-use crate::Result;
+use super::Storage;
+use crate::counts::TokenCount;
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
-use crate::policy::{ColumnRequest, Merging, QueryPositions, ScoreRequest, StatsRequest};
+use crate::policy::{ColumnRequest, HeadAggregation, Merging, QueryPositions, ScoreRequest, StatsRequest};
+use crate::{Error, Result};
 
 /// A dense tensor on a device, with the layout of its rows.
 #[derive(Debug)]
@@ -45,6 +46,75 @@ impl<T> Clone for QueriesAndKeys<'_, T> {
 }
 
 impl<T> Copy for QueriesAndKeys<'_, T> {}
+
+/// Query rows of a step, which appended a part of a prompt, and the keys of the prompt so far.
+#[derive(Debug)]
+pub struct NewQueries<'a, T> {
+    /// Heads.
+    pub shape: AttentionShape,
+    /// Positions of the query rows in the prompt so far. They are consecutive.
+    pub rows: &'a QueryPositions,
+    /// The queries of the step, `[rows of the step, query_heads, head_dim]`.
+    pub queries: TensorRows<'a, T>,
+    /// The first of the query rows among those of the step.
+    pub first_row: usize,
+    /// The natural log-sum-exps that the step wrote, f32 `[rows of the step, query_heads]`; `None` where they are to be
+    /// measured.
+    pub log_sum_exps: Option<&'a T>,
+    /// All keys of the prompt so far, `[tokens, kv_heads, head_dim]`.
+    pub keys: TensorRows<'a, T>,
+    /// Tokens of the whole prompt.
+    pub tokens: usize,
+}
+
+impl<T> Clone for NewQueries<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for NewQueries<'_, T> {}
+
+impl<T> NewQueries<'_, T> {
+    /// Checks that there are such rows and keys: `elements` counts those of a tensor.
+    ///
+    /// # Errors
+    /// [`Elements`](crate::Error::Elements), [`Selection`](crate::Error::Selection), [`Plan`](crate::Error::Plan) when
+    /// counts are requested of rows whose log-sum-exps are known, or the maximum over heads is, which parts do not add
+    /// up to.
+    pub(crate) fn check(&self, columns: &ColumnRequest, elements: impl Fn(&T) -> usize) -> Result<()> {
+        TokenCount::new(self.tokens)?;
+        let (heads, head_dim) = (self.shape.query_heads(), self.shape.head_dim());
+        let end = self.first_row.saturating_add(self.rows.len());
+        if end > self.queries.layout.tokens || self.keys.layout.tokens > self.tokens {
+            let (rows, keys, tokens) = (self.queries.layout.tokens, self.keys.layout.tokens, self.tokens);
+            let reason = format!("query rows up to {end} of {rows}, and {keys} keys of a prompt of {tokens}");
+            return Err(Error::Selection { reason });
+        }
+        self.rows.check_tensors(self.rows.len(), self.keys.layout.tokens)?;
+        let queries = AttentionShape::new(heads, heads, head_dim)?;
+        self.queries.layout.check("query rows", elements(self.queries.tensor), &queries)?;
+        self.keys.layout.check("keys", elements(self.keys.tensor), &self.shape)?;
+        let given = self.log_sum_exps.map_or(usize::MAX, &elements);
+        if given < end.saturating_mul(heads) {
+            let (expected, shape) = (end * heads, format!("{end} rows × {heads} query heads"));
+            return Err(Error::Elements { what: "log-sum-exps of rows", given, expected, shape });
+        }
+        let refuse = |reason: &str| Err(Error::Plan { what: "attention statistics", reason: reason.into() });
+        if columns.aggregation == HeadAggregation::Max {
+            return refuse("the maxima over heads of parts are not those of the whole; take the sum or the mean");
+        }
+        if columns.threshold.is_some() && self.log_sum_exps.is_some() {
+            return refuse("counts under a threshold need the maximum of each row; leave out the log-sum-exps");
+        }
+        Ok(())
+    }
+
+    /// The number of sums.
+    pub(crate) const fn sums(&self, columns: &ColumnRequest) -> usize {
+        columns.aggregation.rows(self.shape.query_heads(), self.shape.kv_heads()) * self.tokens
+    }
+}
 
 /// Attention statistics on the device. `W` is the backend's array of integers.
 #[derive(Clone, Debug)]
@@ -120,7 +190,7 @@ pub struct ScoredTokens<T, W> {
 /// [policy](crate::policy) and carry out its decisions.
 ///
 /// Calls allocate the tensors that they return. Calls that neither upload nor download do not wait.
-pub trait TokenSelection: Device {
+pub trait TokenSelection: Storage {
     /// An array of `u32` on the device: counts, places among kept tokens.
     type Words;
 
@@ -166,6 +236,30 @@ pub trait TokenSelection: Device {
         columns: ColumnRequest,
         rows: &RowStatistics<Self::Tensor>,
     ) -> Result<MeasuredAttention<Self::Tensor, Self::Words>>;
+
+    /// Kernels `attention_row_stats` and `sum_partials` where log-sum-exps are not known, and `attention_column_stats`:
+    /// adds the attention that keys receive from the query rows of a part to the sums of their prompt, f32
+    /// `[query_heads, tokens]` or `[kv_heads, tokens]`, which are made where there are none. Returns counts
+    /// `[query_heads, rows]` if they are requested.
+    ///
+    /// # Errors
+    /// As [`TokenSelection::measure_attention`]; [`Plan`](crate::Error::Plan) when counts are requested of rows whose
+    /// log-sum-exps are given, or the maximum over heads is requested.
+    fn add_attention(
+        &self,
+        input: NewQueries<'_, Self::Tensor>,
+        columns: ColumnRequest,
+        sums: &mut Option<Self::Tensor>,
+    ) -> Result<Option<Self::Words>>;
+
+    /// Begins to copy arrays to the host: queues the copies behind all submitted work, and waits for nothing. What
+    /// [`Storage::finish_reads`] returns are their bytes, in this order. `stores` are read by the kernels that write the
+    /// words.
+    ///
+    /// # Errors
+    /// [`NotSubmitted`](crate::Error::NotSubmitted) when an engine has encoded kernels that read the stores and not
+    /// submitted them; [`OutOfMemory`](crate::Error::OutOfMemory) or [`DeviceLost`](crate::Error::DeviceLost).
+    fn begin_word_reads(&self, words: &[&Self::Words], stores: &[&Self::Store]) -> Result<Self::SpanReads>;
 
     /// Kernel `token_scores`: the scores of tokens, computed by a policy's rules from f32 column sums `[kv_heads,
     /// tokens]`. The best of them by [`TokenSelection::top_k`] are the tokens that

@@ -258,7 +258,7 @@ impl<B: Backend + Clone> ModelCache<B> {
         }
     }
 
-    fn shapes(&self) -> Vec<AttentionShape> {
+    pub(super) fn shapes(&self) -> Vec<AttentionShape> {
         self.layers.iter().map(|&(group, _)| self.groups[group].shape).collect()
     }
 }
@@ -369,7 +369,8 @@ impl<B: Backend> LayerGroup<B> {
         let change = self.page_tables.keep(sequence, layers[numbers[0]].dense.rows.tokens, &spans)?;
         if numbers.len() > 1 && !spans.is_empty() {
             let of_layers = numbers.iter().filter_map(|&number| kept[number].as_ref());
-            self.page_tables.differ_in_layers(sequence, of_layers.map(|kept| kept.positions.clone()).collect());
+            let (newest, of_layers) = (self.page_tables.newest(sequence), of_layers.map(|kept| kept.positions.clone()));
+            self.page_tables.differ_in_layers(sequence, newest, of_layers.collect());
         }
         let written = numbers.iter().enumerate().try_for_each(|(place, &number)| {
             let layer = layers[number];

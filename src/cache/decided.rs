@@ -28,6 +28,11 @@ impl<B: Backend> DecidedLayer<B> {
         Self { kept: None, not_numbers: None }
     }
 
+    /// Tokens that every KV head keeps.
+    pub(super) fn count(&self) -> usize {
+        self.kept.as_ref().map_or(0, |kept| kept.shape().count())
+    }
+
     /// Uploads the host's decision.
     pub(super) async fn upload(backend: &B, layer: &LayerSelection) -> Result<Self> {
         let kept = match layer.count() {

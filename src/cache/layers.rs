@@ -467,6 +467,21 @@ impl<B: Backend> LayerGroup<B> {
     }
 }
 
+impl<B: Backend> LayerGroup<B> {
+    /// Writes tokens of dense rows to a span of a sequence in one layer, by the places of layer, sequence and span.
+    pub(super) fn write_part(
+        &mut self,
+        (layer, sequence, span): (usize, usize, usize),
+        (rows, keys, values): (RowLayout, &B::Tensor, &B::Tensor),
+        tokens: Rows<'_, B::Indices>,
+    ) -> Result<()> {
+        let Self { backend, layers, page_tables, .. } = self;
+        let held = page_tables.sequence(sequence)?;
+        let Some(span) = held.spans.get(span) else { return Ok(()) };
+        write_span(backend, &mut layers[layer], (span, held.centre), NewTokens { rows, keys, values }, tokens)
+    }
+}
+
 /// Writes the tokens of dense rows as one span of a sequence with this centre.
 fn write_span<B: Backend>(
     backend: &B,

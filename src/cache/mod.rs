@@ -8,6 +8,7 @@
 //! | [`KvCache`] | one layer |
 //! | [`ModelCache`] | all layers of a model: a step changes their page tables once, and every layer stores and attends |
 //! | [`ObservedPrompt`] | a prompt that a [policy](crate::policy) looks at, of which [`ModelCache::compress`] stores what stays |
+//! | [`ObservedParts`] | the same for a prompt in parts, which steps of the engine append |
 //!
 //! A [`PrefixCache`] keeps beginnings of prompts in sequences of a [`ModelCache`] for requests that begin alike.
 //!
@@ -38,6 +39,8 @@ mod model_cache;
 mod model_room;
 mod model_sequences;
 mod observed;
+mod observed_parts;
+mod pack_parts;
 mod page_tables;
 mod parsed;
 mod prefixes;
@@ -69,6 +72,7 @@ pub use methods::{METHODS, Method};
 pub use mixture::Mixture;
 pub use model_cache::ModelCache;
 pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
+pub use observed_parts::{ObservedParts, PartQueries};
 pub use prefixes::PrefixCache;
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};

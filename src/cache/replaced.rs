@@ -130,7 +130,8 @@ impl<B: Backend> LayerGroup<B> {
             positions.first().map(|first| PromptSpan::gather(first, StoreId::PACKED)).into_iter().collect();
         let change = self.page_tables.replace(sequence, &spans)?;
         if positions.len() > 1 {
-            self.page_tables.differ_in_layers(sequence, positions);
+            let newest = self.page_tables.newest(sequence);
+            self.page_tables.differ_in_layers(sequence, newest, positions);
         }
         Ok((change, held))
     }

@@ -41,8 +41,18 @@ pub(super) struct Span<I> {
     /// The indices of every layer, where layers that share their page tables gathered different tokens.
     pub(super) of_layers: Vec<I>,
     pub(super) lease: Lease,
-    /// Whether decoding opened the span as a residual window, so that it may be packed when it is full.
-    pub(super) window: bool,
+    pub(super) kind: SpanKind,
+}
+
+/// What becomes of a span's tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SpanKind {
+    /// They stay as they are.
+    Stored,
+    /// Decoding opened the span, perhaps as a residual window, which may be packed when it is full.
+    Appended,
+    /// They are a prompt, or its first parts, until it is said what is stored of it.
+    Unpacked,
 }
 
 /// The part of a span that remains when a sequence is truncated.
@@ -70,7 +80,7 @@ impl<I: Clone> Span<I> {
 impl<I: TokenIndices> Span<I> {
     /// Whether a span of another layer has as many tokens in the same store, at positions of the same kind.
     fn is_like(&self, other: &Self) -> bool {
-        let of = |span: &Self| (span.store, span.tokens, span.window);
+        let of = |span: &Self| (span.store, span.tokens, span.kind);
         let positions = match (&self.positions, &other.positions) {
             (Positions::From(one), Positions::From(other)) => one == other,
             (
@@ -189,13 +199,15 @@ pub(super) enum Window {
     For(StoreId),
     /// In f16, in a tile of its own that is packed when it is full.
     PackedLater,
+    /// In f16, with the other parts of its prompt.
+    Unpacked,
 }
 
 impl Window {
     pub(super) const fn store(self) -> StoreId {
         match self {
             Self::For(store) => store,
-            Self::PackedLater => StoreId::F16,
+            Self::PackedLater | Self::Unpacked => StoreId::F16,
         }
     }
 }
@@ -237,10 +249,12 @@ impl<I: TokenIndices> Sequence<I> {
     /// tokens continue the last span if it is in their store and ends where they begin.
     pub(super) fn next_slot(&self, window: Window) -> NextSlot {
         let continues = |span: &&Span<I>| span.store == window.store() && span.end() == Some(self.length);
-        let last = self.spans.last().filter(continues);
-        let Some(span) = last.filter(|span| span.window || window != Window::PackedLater) else {
-            return NextSlot::NewSpan;
+        let takes = |span: &&Span<I>| match span.kind {
+            SpanKind::Stored => window != Window::PackedLater && window != Window::Unpacked,
+            SpanKind::Appended => window != Window::Unpacked,
+            SpanKind::Unpacked => window == Window::Unpacked,
         };
+        let Some(span) = self.spans.last().filter(continues).filter(takes) else { return NextSlot::NewSpan };
         match span.lease.pages.last() {
             Some(&page) if !span.tokens.is_multiple_of(TILE_TOKENS) => NextSlot::Open(page, span.tokens % TILE_TOKENS),
             _ if window == Window::PackedLater => NextSlot::NewSpan,
@@ -256,7 +270,7 @@ impl<I: TokenIndices> Sequence<I> {
     }
 
     /// Counts a token that was put into `slot`, in the leased page if that is new.
-    pub(super) fn push_token(&mut self, store: StoreId, slot: NextSlot, lease: Lease) {
+    pub(super) fn push_token(&mut self, window: Window, slot: NextSlot, lease: Lease) {
         match (slot, self.spans.last_mut()) {
             (NextSlot::Open(..) | NextSlot::NewPage, Some(span)) => {
                 span.tokens += 1;
@@ -264,8 +278,9 @@ impl<I: TokenIndices> Sequence<I> {
             }
             _ => {
                 let positions = Positions::From(self.length);
-                let of_layers = Vec::new();
-                self.spans.push(Span { store, tokens: 1, positions, of_layers, lease, window: true });
+                let (store, of_layers) = (window.store(), Vec::new());
+                let kind = if window == Window::Unpacked { SpanKind::Unpacked } else { SpanKind::Appended };
+                self.spans.push(Span { store, tokens: 1, positions, of_layers, lease, kind });
             }
         }
         self.length += 1;
@@ -297,7 +312,7 @@ impl<I: TokenIndices> Sequence<I> {
             let Positions::From(start) = span.positions else { return false };
             let grows = index == last && !span.tokens.is_multiple_of(TILE_TOKENS);
             let tokens = span.tokens + if grows { appended } else { 0 };
-            let full = span.window && span.store == StoreId::F16 && tokens == TILE_TOKENS;
+            let full = span.kind == SpanKind::Appended && span.store == StoreId::F16 && tokens == TILE_TOKENS;
             full && start >= sink && self.length + appended - (start + tokens) >= newer
         };
         self.spans.iter().enumerate().filter(is_due).map(|(index, _)| index)
@@ -324,7 +339,7 @@ impl<I: TokenIndices> Sequence<I> {
             return self.spans.remove(index).lease;
         }
         let span = &mut self.spans[index];
-        (span.store, span.window) = (to, false);
+        (span.store, span.kind) = (to, SpanKind::Stored);
         std::mem::replace(&mut span.lease, packed)
     }
 

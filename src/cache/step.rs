@@ -20,6 +20,15 @@ pub(super) enum RunKind {
     Chunk,
     /// A prompt, or a part of one.
     Prompt,
+    /// The same, of which nothing is packed yet.
+    Unpacked,
+}
+
+impl RunKind {
+    /// Whether the tokens are a part of a prompt.
+    pub(super) const fn is_of_prompt(self) -> bool {
+        matches!(self, Self::Prompt | Self::Unpacked)
+    }
 }
 
 impl TokenRun {
@@ -48,6 +57,16 @@ impl TokenRun {
     /// counts them.
     pub const fn prompt(sequence: usize, tokens: usize) -> Self {
         Self { sequence, tokens, kind: RunKind::Prompt }
+    }
+
+    /// A prompt or a part of one, at least one token, of which nothing is packed yet: it stays in f16 pages, whatever
+    /// the recipe, and its queries see it and the parts before it in f16. Once all parts are there, the engine says what
+    /// is stored of them: [`ModelCache::compress_parts`](super::ModelCache::compress_parts) what a policy keeps,
+    /// [`ModelCache::pack_parts`](super::ModelCache::pack_parts) spans in stores of the engine's choice, such as those
+    /// of a mixture. Until then the tokens can be swapped out, truncated and forked as others; as bytes
+    /// ([`ModelCache::swapped_to_bytes`](super::ModelCache::swapped_to_bytes)) they become tokens that stay in f16.
+    pub const fn unpacked(sequence: usize, tokens: usize) -> Self {
+        Self { sequence, tokens, kind: RunKind::Unpacked }
     }
 
     /// The sequence.

@@ -19,7 +19,7 @@
 use super::Recipe;
 use super::layers::LayerGroup;
 use super::room::Lease;
-use super::sequence::{Positions, Sequence, Span};
+use super::sequence::{Positions, Sequence, Span, SpanKind};
 use super::swap::{SwappedGroup, SwappedLayer, SwappedSequence};
 use super::{Appended, KvCache, ModelCache, StoreId};
 use crate::backend::{Backend, SpanBytes};
@@ -172,7 +172,7 @@ impl Writer {
         self.count(sequence.spans.len());
         for span in &sequence.spans {
             self.u8(span.store.0);
-            self.u8(span.window.into());
+            self.u8((span.kind == SpanKind::Appended).into());
             self.u64(span.tokens as u64);
             match &span.positions {
                 Positions::From(start) => {
@@ -408,7 +408,8 @@ impl<'a> Reader<'a> {
             outside(start, start.checked_add(tokens))?;
             (Positions::From(start), Vec::new())
         };
-        Ok(Span { store, tokens, positions, of_layers, lease: Lease::default(), window })
+        let kind = if window { SpanKind::Appended } else { SpanKind::Stored };
+        Ok(Span { store, tokens, positions, of_layers, lease: Lease::default(), kind })
     }
 
     /// The index tensors of a gathered span: one for all layers, or one for each.

@@ -107,7 +107,9 @@ fn lay_out<I: TokenIndices + Clone>(
     };
     let pair = |to: StoreId| WindowCapacity { from: StoreId::F16.index(), to: to.index(), windows, newer };
     let windows = recipe.packed_later().into_iter().map(pair).collect();
-    Ok(Arc::new(WriteLayout::new(shape, most.tokens, capacities(page_tables, most), windows)?))
+    let layout = WriteLayout::new(shape, most.tokens, capacities(page_tables, most), windows)?;
+    // Prompts of which nothing is packed yet may go to any store.
+    Ok(Arc::new(layout.with_packed_later(1..recipe.stores().len())))
 }
 
 /// The current stores, and the limits of what a step puts into them.
@@ -119,7 +121,8 @@ fn capacities<I: TokenIndices + Clone>(page_tables: &PageTables<I>, most: WriteL
         let id = StoreId::at(index);
         let (tokens, copies) = match recipe.takes_tokens(id) {
             true => (most.tokens, most.copies),
-            false if id == StoreId::F16 => (most.staged, 0),
+            // A sequence that was forked may go on with a prompt of which nothing is packed.
+            false if id == StoreId::F16 => (most.staged, most.copies),
             false => (0, 0),
         };
         let room = page_tables.room(id);

@@ -12,9 +12,9 @@ use super::{
 };
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, TensorRows,
-    TokenSelection, WriteInput,
+    MeasuredAttention, MergedTokens, NewCentre, NewQueries, NonFinite, Packing, QueriesAndKeys, QueryPrecision,
+    RowCentres, RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage,
+    TensorRows, TokenSelection, WriteInput,
 };
 use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
@@ -380,6 +380,19 @@ impl TokenSelection for Cpu {
         let found = attention_column_stats(&stats_input(input), all, columns, &lse, &max)?;
         let counts = columns.threshold.map(|_| found.counts);
         Ok(MeasuredAttention { row_max: None, row_lse: None, column_sums: CpuTensor::F32(found.sums), counts })
+    }
+
+    fn add_attention(
+        &self,
+        input: NewQueries<'_, CpuTensor>,
+        columns: ColumnRequest,
+        sums: &mut Option<CpuTensor>,
+    ) -> Result<Option<Vec<u32>>> {
+        super::select::add_attention(input, columns, sums)
+    }
+
+    fn begin_word_reads(&self, words: &[&Vec<u32>], _: &[&CpuStore]) -> Result<Vec<SpanBytes>> {
+        Ok(words.iter().map(|words| SpanBytes::new(bytemuck::cast_slice(words).to_vec())).collect())
     }
 
     fn token_scores(

@@ -27,9 +27,9 @@ use super::select::{
 };
 use crate::backend::{
     Arithmetic, AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, KeptAndEvicted,
-    MeasuredAttention, MergedTokens, NewCentre, NonFinite, Packing, QueriesAndKeys, QueryPrecision, RowCentres,
-    RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, StateParts, Storage,
-    TensorRows, TokenSelection, WriteInput,
+    MeasuredAttention, MergedTokens, NewCentre, NewQueries, NonFinite, Packing, QueriesAndKeys, QueryPrecision,
+    RowCentres, RowStatistics, ScoredTokens, SpanBytes, SpanPlace, SpanRead, SpanWrite, StagedSpan, StateParts,
+    Storage, TensorRows, TokenSelection, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
@@ -502,6 +502,26 @@ impl TokenSelection for Cuda {
         bound.launches.launch(&self.stream)?;
         let (column_sums, counts) = (bound.column_sums, bound.counts);
         Ok(MeasuredAttention { row_max: None, row_lse: None, column_sums, counts })
+    }
+
+    fn add_attention(
+        &self,
+        input: NewQueries<'_, Tensor>,
+        columns: ColumnRequest,
+        sums: &mut Option<Tensor>,
+    ) -> Result<Option<Words>> {
+        self.check_tensors("attention statistics", &[input.queries.tensor, input.keys.tensor])?;
+        self.check_tensors("attention statistics", input.log_sum_exps.as_slice())?;
+        self.check_tensors("attention statistics", sums.as_ref().as_slice())?;
+        let (launches, counts) = AttentionStatsPlan::bind_adding(self, input, columns, sums)?;
+        launches.launch(&self.stream)?;
+        Ok(counts)
+    }
+
+    fn begin_word_reads(&self, words: &[&Words], _: &[&Store]) -> Result<SpanReads> {
+        let memories: Vec<_> = words.iter().map(|words| (words.memory(), words.len() * size_of::<u32>())).collect();
+        memories.iter().try_for_each(|(memory, _)| memory.check_stream("words", &self.stream))?;
+        SpanReads::begin_memories(&self.stream, &memories)
     }
 
     fn token_scores(

@@ -45,7 +45,7 @@ mod select;
 mod sources;
 
 pub use attend::{AttendStep, AttendTensors, MergePairPlan, MergePartsPlan, Scratch, ScratchBytes, UncentreLsePlan};
-pub use backend::Wgpu;
+pub use backend::{Recorded, Wgpu};
 pub use device::shader;
 pub use device::{
     Capabilities, Checks, ElementBinding, Indices, KernelLimits, Kernels, Launch, Launches, Path, Requirements,

@@ -2,8 +2,8 @@
 
 use kvpack::backend::TensorRows;
 use kvpack::cache::{
-    Appended, ChunkStores, DenseLayer, KvCache, MeasuredQueries, ModelCache, ModelRecipe, PrefixCache, PromptSpan,
-    Recipe, StoreId, StoreRoom, TokenRun, write_checksum,
+    Appended, ChunkStores, DenseLayer, KvCache, MeasuredQueries, ModelCache, ModelRecipe, ObservedParts, PartQueries,
+    PrefixCache, PromptSpan, Recipe, StoreId, StoreRoom, TokenRun, write_checksum,
 };
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, QueryRun, RowLayout, Split, TokenRange, Visible};
@@ -56,6 +56,17 @@ pub fn model() -> ModelCache<Cpu> {
 
 fn observed(cache: &ModelCache<Cpu>) -> kvpack::cache::ObservedPrompt<Cpu> {
     cache.observe(Policy::h2o(0.5).unwrap(), Spans::new(3, &[]).unwrap()).unwrap()
+}
+
+/// A cache with an open step that appends a prompt of 3 tokens of which nothing is packed, and the prompt.
+fn unpacked() -> (ModelCache<Cpu>, ObservedParts<Cpu>) {
+    let mut cache = model();
+    let spans = Spans::new(3, &[]).unwrap();
+    let prompt = block_on(cache.observe_parts(1, Policy::h2o(0.5).unwrap(), spans)).unwrap();
+    let runs = [TokenRun::unpacked(1, 3)];
+    block_on(cache.reserve_for_append(&runs)).unwrap();
+    cache.begin_append(&runs).unwrap();
+    (cache, prompt)
 }
 
 pub fn calls() -> Vec<Call> {
@@ -284,6 +295,25 @@ fn models() -> Vec<Call> {
             let dense = DenseLayer { rows: layout(), keys: rows(), values: rows() };
             done(prompt.observe(layer, dense, None));
         });
+        "cache::TokenRun::unpacked" => pairs(|a, b| done(model().begin_append(&[TokenRun::unpacked(a, b)])));
+        "cache::ModelCache::observe_parts" => sizes(|a| {
+            let (policy, spans) = (Policy::h2o(0.5).unwrap(), Spans::new(3, &[]).unwrap());
+            done(block_on(model().observe_parts(a, policy, spans)).is_ok());
+        });
+        "cache::ObservedParts::observe" => pairs(|a, b| {
+            let tensor = CpuTensor::F32(vec![0.5; 3 * 256]);
+            let (cache, mut prompt) = unpacked();
+            let queries = TensorRows { tensor: &tensor, layout: RowLayout { tokens: b, token_stride: 256, head_stride: 64 } };
+            done(prompt.observe(&cache, a, PartQueries { queries, log_sum_exps: None }));
+            done(prompt.observe(&cache, 0, PartQueries { queries, log_sum_exps: Some(&tensor) }));
+        });
+        "cache::ObservedParts::move_to" => sizes(|a| {
+            let (mut cache, mut prompt) = unpacked();
+            prompt.move_to(a);
+            cache.abandon();
+            done(cache.compress_parts(&mut prompt));
+        });
+        "cache::ModelCache::pack_parts" => sizes(|a| done(unpacked().0.pack_parts(a, &[])));
         "cache::ModelCache::keep" => sizes(|a| {
             let kept = LayerSelection::new(3, vec![vec![0, 1], vec![0, 2]]).unwrap();
             let kept = Selection::new(vec![kept; 2]).unwrap();

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvpack::backend::{
-    Device, FilledSpan, FilledStores, NewCentre, NewSpan, Packing, SpanRead, SpanWrite, Storage, TensorRows,
-    TokenSelection,
+    Device, FilledSpan, FilledStores, NewCentre, NewQueries, NewSpan, Packing, SpanRead, SpanWrite, Storage,
+    TensorRows, TokenSelection,
 };
 use kvpack::cpu::{
     Cpu, CpuIndices, CpuStore, CpuTensor, DenseRows, KeptTokens, NonFiniteFlags, States, append, attend_plan,
@@ -15,7 +15,7 @@ use kvpack::format::{Calibration, CodeRange, Direction, KeyOrValue, Rotation};
 use kvpack::plan::{
     ElementType, Elements, Page, QueryLayout, QueryRun, RowLayout, Rows, Split, TokenRange, TokenWrite, Work,
 };
-use kvpack::policy::{Policy, QueryPositions, Spans};
+use kvpack::policy::{ColumnRequest, HeadAggregation, Policy, QueryPositions, Spans};
 use kvpack::{Bits, SegmentFormat};
 use pollster::block_on;
 
@@ -197,6 +197,20 @@ fn backend() -> Vec<Call> {
         "backend::Packing::dequantize" => pairs(|tokens, range_slot| stores(|store| {
             done(Cpu::new().dequantize(store, SpanRead { pages: &[PAGE], tokens, range_slot, centre: Some(tokens) }));
         }));
+        "backend::Packing::dequantize_with" => pairs(|tokens, range_slot| stores(|store| {
+            let read = SpanRead { pages: &[PAGE], tokens, range_slot, centre: Some(tokens) };
+            done(Cpu::new().dequantize_with(store, read, &mut None));
+        }));
+        "backend::TokenSelection::add_attention" => few_triples(|a, b, c| {
+            let tensor = CpuTensor::F32(vec![0.5; 3 * 256]);
+            let (rows, columns) = (QueryPositions::last(2, 3).unwrap(), ColumnRequest { aggregation: HeadAggregation::Sum, threshold: None });
+            let of = |tokens, heads: usize| TensorRows { tensor: &tensor, layout: RowLayout { tokens, token_stride: heads * 64, head_stride: 64 } };
+            for (first_row, queries, tokens, lse) in [(a, 3, 3, None), (1, b, 3, Some(&tensor)), (1, 3, c, None)] {
+                let (rows, queries, keys) = (&rows, of(queries, 4), of(3, 2));
+                let input = NewQueries { shape: shape(), rows, queries, first_row, log_sum_exps: lse, keys, tokens };
+                done(Cpu::new().add_attention(input, columns, &mut None).is_ok());
+            }
+        });
         "backend::TokenSelection::token_scores" => sizes(|kv_heads| {
             let (spans, rows) = (Spans::new(6, &[]).unwrap(), QueryPositions::last(2, 6).unwrap());
             let policy = Policy::h2o(0.5).unwrap();

@@ -21,3 +21,4 @@ pub mod shares;
 pub mod step_writes;
 pub mod swap_out;
 pub mod swapped_bytes;
+pub mod unpacked_prompts;

@@ -43,3 +43,4 @@ mod swap_out;
 mod swapped_bytes;
 mod told;
 mod unfused_attention;
+mod unpacked_prompts;

@@ -12,3 +12,4 @@ mod ranks;
 mod shares;
 mod step_launches;
 mod step_states;
+mod unpacked_prompts;

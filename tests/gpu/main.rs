@@ -26,5 +26,6 @@ mod shares;
 mod step_states;
 mod steps_ahead;
 mod swap_out;
+mod unpacked_prompts;
 #[cfg(target_os = "linux")]
 mod validation;

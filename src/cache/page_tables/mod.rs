@@ -10,6 +10,9 @@ mod prompt_parts;
 mod prompts;
 mod shares;
 mod sliding_window;
+mod unpacked;
+
+pub(super) use unpacked::Packed;
 
 use super::change::{Change, Undo};
 use super::room::{Lease, Room, StoreRoom};
@@ -112,7 +115,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             self.release_behind_window(&mut change, run.sequence());
             let packs = run.kind() == RunKind::Decode && self.window_to_pack(run.sequence(), 1).is_some();
             let first = match run.kind() {
-                RunKind::Prompt => 0,
+                RunKind::Prompt | RunKind::Unpacked => 0,
                 RunKind::Decode | RunKind::Chunk => self.first_changed(run.sequence(), packs),
             };
             self.remember(&mut change, run.sequence(), first);
@@ -125,7 +128,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
                 self.append_part(&mut change, run.sequence(), rows)?;
                 continue;
             }
-            self.append_rows(&mut change, run.sequence(), rows)?;
+            self.append_rows(&mut change, (run.sequence(), run.kind()), rows)?;
             if packs {
                 self.pack_window(&mut change, run.sequence())?;
             }
@@ -376,6 +379,11 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         packed.map_or(last, |(_, window)| last.min(window.saturating_sub(1)))
     }
 
+    /// The place of a token of a run at a position.
+    fn window_of(&self, kind: RunKind, position: usize) -> Window {
+        if kind == RunKind::Unpacked { Window::Unpacked } else { self.window(position) }
+    }
+
     /// The place of an appended token at a position.
     fn window(&self, position: usize) -> Window {
         match self.recipe.appended() {
@@ -410,8 +418,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         }
     }
 
-    fn append_token(&mut self, change: &mut Change<I>, index: usize, row: usize) -> Result<()> {
-        let window = self.window(self.sequences[index].length);
+    fn append_token(&mut self, change: &mut Change<I>, (index, kind): (usize, RunKind), row: usize) -> Result<()> {
+        let window = self.window_of(kind, self.sequences[index].length);
         let store = window.store();
         let sequence = &mut self.sequences[index];
         let centre = sequence.centre;
@@ -435,7 +443,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             }
         };
         change.writes.stores[store.index()].tokens.push(TokenWrite { token: row, page, slot, centre });
-        sequence.push_token(store, next, lease);
+        sequence.push_token(window, next, lease);
         Ok(())
     }
 
@@ -443,7 +451,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     fn place_in_page(&self, run: &TokenRun) -> Option<(StoreId, Page, usize)> {
         let of = self.sequences.get(run.sequence())?;
         let begins = self.recipe.is_centred() && of.centre.is_none();
-        if run.tokens() != 1 || run.kind() == RunKind::Prompt || self.share.is_some() || begins {
+        if run.tokens() != 1 || run.kind().is_of_prompt() || self.share.is_some() || begins {
             return None;
         }
         let window = self.window(of.length);
@@ -461,7 +469,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             let write = TokenWrite { token, page, slot, centre: sequence.centre };
             change.writes.stores[store.index()].tokens.push(write);
             change.grown.push(run.sequence());
-            sequence.push_token(store, NextSlot::Open(page, slot), Lease::default());
+            sequence.push_token(Window::For(store), NextSlot::Open(page, slot), Lease::default());
             self.changes[run.sequence()] += 1;
         }
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::super::room::{Room, SequencePages, StoreRoom};
 use super::super::sequence::NextSlot;
 use super::super::step::RunKind;
-use super::super::{PromptSpan, TokenRun};
+use super::super::{PromptSpan, StoreId, TokenRun};
 use super::PageTables;
 use crate::counts::TokenCount;
 use crate::format::TILE_TOKENS;
@@ -23,6 +23,11 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         for run in runs {
             if run.kind() == RunKind::Prompt {
                 self.add_room_for_part(&mut needed, run)?;
+                continue;
+            }
+            if run.kind() == RunKind::Unpacked {
+                self.check_unpacked(run.sequence())?;
+                needed[StoreId::F16.index()].pages += self.pages_of_unpacked(run);
                 continue;
             }
             self.add_room_for_tokens(&mut needed, run.sequence(), run.tokens());

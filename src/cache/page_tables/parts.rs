@@ -7,11 +7,16 @@ use crate::cache::sequence::Sequence;
 use crate::plan::TokenIndices;
 
 impl<I: TokenIndices + Clone> PageTables<I> {
-    /// Notes which tokens every layer gathers in the newest span of a sequence: as many, but others.
-    pub(in crate::cache) fn differ_in_layers(&mut self, sequence: usize, indices: Vec<I>) {
-        if let Some(newest) = self.sequences[sequence].spans.last_mut() {
-            newest.of_layers = indices;
+    /// Notes which tokens every layer gathers in a span of a sequence: as many, but others.
+    pub(in crate::cache) fn differ_in_layers(&mut self, sequence: usize, span: usize, indices: Vec<I>) {
+        if let Some(span) = self.sequences[sequence].spans.get_mut(span) {
+            span.of_layers = indices;
         }
+    }
+
+    /// The place of the newest span of a sequence.
+    pub(in crate::cache) fn newest(&self, sequence: usize) -> usize {
+        self.sequences[sequence].spans.len().saturating_sub(1)
     }
 
     /// The page tables of one of the layers that share these.

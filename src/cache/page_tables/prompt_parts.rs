@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use super::super::change::Change;
 use super::super::room::StoreRoom;
-use super::super::sequence::{Positions, Span};
+use super::super::sequence::{Positions, Span, SpanKind};
+use super::super::step::RunKind;
 use super::super::{Appended, StoreId, TokenRun};
 use super::PageTables;
 use crate::Result;
@@ -75,13 +76,13 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             // Windows that this part fills stay, since its queries see them.
             while self.pack_window(change, sequence)? {}
             let before = self.sequences[sequence].spans.len();
-            self.append_rows(change, sequence, rows)?;
+            self.append_rows(change, (sequence, RunKind::Prompt), rows)?;
             self.see_as_one(change, sequence, before);
             return Ok(());
         }
         let (sink, rest) = self.sink_and_rest(sequence, rows.len());
         let staged = rows.start + sink..rows.end;
-        self.append_rows(change, sequence, rows.start..staged.start)?;
+        self.append_rows(change, (sequence, RunKind::Prompt), rows.start..staged.start)?;
         if rest == 0 {
             return Ok(());
         }
@@ -97,7 +98,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             match packed {
                 PackedPart::AsSpan(to) => self.pack_staged(change, sequence, &span, to)?,
                 PackedPart::AtOnce | PackedPart::Later => {
-                    self.append_rows(change, sequence, rows)?;
+                    self.append_rows(change, (sequence, RunKind::Prompt), rows)?;
                 }
             }
             seen.push(span);
@@ -139,7 +140,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             |(at, token)| TokenWrite { token, page: lease.pages[at / TILE_TOKENS], slot: at % TILE_TOKENS, centre };
         change.writes.stores[StoreId::F16.index()].tokens.extend(rows.enumerate().map(write));
         let positions = Positions::From(self.sequences[sequence].length);
-        Ok(Span { store: StoreId::F16, tokens, positions, of_layers: Vec::new(), lease, window: false })
+        Ok(Span { store: StoreId::F16, tokens, positions, of_layers: Vec::new(), lease, kind: SpanKind::Stored })
     }
 
     /// Adds a staged span to its sequence as it is once it is packed.

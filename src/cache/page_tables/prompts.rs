@@ -3,7 +3,7 @@
 use super::super::PromptSpan;
 use super::super::change::Change;
 use super::super::prompt::check_spans;
-use super::super::sequence::{Positions, Span};
+use super::super::sequence::{Positions, Span, SpanKind};
 use super::PageTables;
 use crate::Result;
 use crate::plan::{Rows, TokenIndices};
@@ -73,7 +73,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     }
 
     /// Adds spans whose positions count from `base` to a sequence. There is room for them.
-    fn push_spans(
+    pub(super) fn push_spans(
         &mut self,
         change: &mut Change<I>,
         sequence: usize,
@@ -89,7 +89,14 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             let lease = self.take(store, tokens, &positions)?;
             change.leased.push((store, lease.clone()));
             let of_layers = Vec::new();
-            self.sequences[sequence].spans.push(Span { store, tokens, positions, of_layers, lease, window: false });
+            self.sequences[sequence].spans.push(Span {
+                store,
+                tokens,
+                positions,
+                of_layers,
+                lease,
+                kind: SpanKind::Stored,
+            });
         }
         Ok(())
     }

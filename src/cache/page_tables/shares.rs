@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::super::StoreId;
 use super::super::change::Change;
 use super::super::sequence::{Positions, Sequence, Span};
+use super::super::step::RunKind;
 use super::PageTables;
 use crate::format::TILE_TOKENS;
 use crate::plan::{Page, QueryRun, RankShare, SpanView, TokenIndices, Visible};
@@ -52,12 +53,17 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     }
 
     /// Appends tokens in these rows where appended tokens lie. There is room for those that are stored here.
-    pub(super) fn append_rows(&mut self, change: &mut Change<I>, sequence: usize, rows: Range<usize>) -> Result<()> {
+    pub(super) fn append_rows(
+        &mut self,
+        change: &mut Change<I>,
+        (sequence, kind): (usize, RunKind),
+        rows: Range<usize>,
+    ) -> Result<()> {
         let (start, first) = (self.sequences[sequence].length, rows.start);
         for (piece, stores) in self.pieces(start..start + rows.len()) {
             if stores {
                 let rows = first + (piece.start - start)..first + (piece.end - start);
-                rows.into_iter().try_for_each(|row| self.append_token(change, sequence, row))?;
+                rows.into_iter().try_for_each(|row| self.append_token(change, (sequence, kind), row))?;
             } else {
                 self.sequences[sequence].length = piece.end;
             }

@@ -4,6 +4,7 @@
 //! log-sum-exp of every query row, [`attention_column_stats`] for the attention that every key receives, and
 //! [`sum_partials`], which combines the statistics of parts of the keys.
 
+mod add_attention;
 mod attention_column_stats;
 mod attention_row_stats;
 mod chunk_similarity;
@@ -16,6 +17,7 @@ mod sum_partials;
 mod token_scores;
 mod top_k;
 
+pub(in crate::cpu) use add_attention::add_attention;
 pub use attention_column_stats::{ColumnStats, attention_column_stats};
 pub use attention_row_stats::{RowStats, attention_row_stats};
 pub use chunk_similarity::chunk_similarity;

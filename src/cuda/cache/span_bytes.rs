@@ -35,6 +35,19 @@ impl SpanReads {
     /// Queues the copies.
     pub(in crate::cuda) fn begin(stream: &Arc<CudaStream>, places: &[(&Store, SpanPlace<'_>)]) -> Result<Self> {
         let of_spans = places.iter().map(|(store, place)| store.places(*place)).collect::<Result<Vec<_>>>()?;
+        Self::begin_places(stream, &of_spans)
+    }
+
+    /// Queues copies of whole memories, each of some bytes.
+    pub(in crate::cuda) fn begin_memories(
+        stream: &Arc<CudaStream>,
+        memories: &[(&Arc<Memory>, usize)],
+    ) -> Result<Self> {
+        let place = |&(memory, bytes): &(_, usize)| vec![Place { memory, offset: 0, bytes }];
+        Self::begin_places(stream, &memories.iter().map(place).collect::<Vec<_>>())
+    }
+
+    fn begin_places(stream: &Arc<CudaStream>, of_spans: &[Vec<Place<'_>>]) -> Result<Self> {
         let lengths: Vec<usize> = of_spans.iter().map(|of| of.iter().map(|place| place.bytes).sum()).collect();
         let bytes: usize = lengths.iter().sum();
         let failed = |error| driver_error("pages that are read", bytes as u64, error);
@@ -63,7 +76,8 @@ impl SpanReads {
         for place in places {
             let (to, others) = rest.split_at_mut(place.bytes);
             rest = others;
-            // SAFETY: `Store::places` checked that the bytes lie within the memory, which these reads hold. The host's
+            // SAFETY: `Store::places`, and who names whole memories, saw to it that the bytes lie within the memory,
+            // which these reads hold. The host's
             // bytes are read or freed only after the event that follows the copies.
             unsafe { memcpy_dtoh_async(to, place.memory.address() + place.offset as u64, stream.cu_stream()) }?;
         }

@@ -6,8 +6,7 @@ use super::key_tile::{GroupWarps, KeyTile};
 use super::launch::{Kernel, Launch, Launches};
 use super::words::Words;
 use super::{check_index, check_output};
-use crate::Result;
-use crate::backend::RowStatistics;
+use crate::backend::{NewQueries, RowStatistics};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::memory::Memory;
@@ -16,7 +15,8 @@ use crate::cuda::device::tensor::Tensor;
 use crate::cuda::sources::SOURCES;
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
-use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
+use crate::policy::{ColumnRequest, HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
+use crate::{Error, Result};
 
 /// Threads of a block of `sum_partials`.
 const SUM_THREADS: u32 = 128;
@@ -43,6 +43,8 @@ pub struct AttentionStatsPlan {
     keys: RowLayout,
     request: StatsRequest,
     log_threshold: Option<f32>,
+    /// Tokens of the prompt to whose sums those of a part are added.
+    adding: Option<usize>,
 }
 
 /// Statistics bound to their tensors. [`AttentionStats::launches`] writes the results to the other fields.
@@ -82,6 +84,10 @@ struct StatsCall {
     group: u32,
     part_tiles: u32,
     staged: u32,
+    lse_row_stride: u32,
+    lse_head_stride: u32,
+    sum_stride: u32,
+    unused: u32,
     scale: f32,
     log_threshold: f32,
 }
@@ -167,7 +173,7 @@ impl AttentionStatsPlan {
         rows.check_tensors(queries.tokens, keys.tokens)?;
         let log_threshold = request.log_threshold()?;
         check_index("column sums", shape.query_heads().saturating_mul(rows.tokens()))?;
-        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold })
+        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, adding: None })
     }
 
     /// Binds the tensors to read, and creates those to write. `known_lse`, `[query_heads, rows]`, is given if the plan
@@ -200,8 +206,58 @@ impl AttentionStatsPlan {
             }
             (source, _) => return Err(source.mismatch()),
         };
-        let (column_sums, counts) = self.measure_columns(&input, &row_lse, row_max.as_ref(), &mut launches)?;
+        let lse = row_lse.address();
+        let rows = (lse, row_lse.memory(), row_max.as_ref());
+        let (column_sums, counts) = self.measure_columns(&input, rows, None, &mut launches)?;
         Ok(AttentionStats { launches: Launches::new(launches), row_max, row_lse, column_sums, counts })
+    }
+
+    /// Binds statistics of rows of a step that are added to the sums of their prompt, and counts if they are requested.
+    ///
+    /// # Errors
+    /// Those of [`NewQueries::check`] and of [`AttentionStatsPlan::bind`].
+    pub(in crate::cuda) fn bind_adding(
+        backend: &Cuda,
+        new: NewQueries<'_, Tensor>,
+        columns: ColumnRequest,
+        sums: &mut Option<Tensor>,
+    ) -> Result<(Launches, Option<Words>)> {
+        new.check(&columns, Tensor::elements)?;
+        let source = if new.log_sum_exps.is_some() { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
+        let queries = RowLayout { tokens: new.rows.len(), ..new.queries.layout };
+        let request = StatsRequest { columns, rows: source };
+        let plan = Self::new(&new.shape, new.rows.clone(), [queries, new.keys.layout], request)?;
+        check_index("the sums of a prompt", new.sums(&columns))?;
+        check_index("the log-sum-exps of a step", (new.first_row + new.rows.len()) * new.shape.query_heads())?;
+        let plan = Self { adding: Some(new.tokens), ..plan };
+        let first = new.queries.layout.row(new.first_row, 0);
+        let queries = new.queries.tensor.slice(first, new.queries.tensor.elements() - first)?;
+        let input = plan.input(backend, &queries, new.keys.tensor)?;
+        let all = match sums {
+            Some(sums) => {
+                check_output("sums of a prompt", sums, new.sums(&columns), ElementType::F32)?;
+                sums.clone()
+            }
+            None => Tensor::zeroed(backend.stream(), new.sums(&columns), ElementType::F32)?,
+        };
+        let mut launches = Vec::new();
+        let counts = match new.log_sum_exps {
+            Some(lse) if lse.element_type() == ElementType::F32 => {
+                let first = lse.address() + (new.first_row * new.shape.query_heads() * size_of::<f32>()) as u64;
+                plan.measure_columns(&input, (first, lse.memory(), None), Some(&all), &mut launches)?.1
+            }
+            Some(lse) => {
+                let reason = format!("they are {:?}; they are to be f32", lse.element_type());
+                return Err(Error::Buffer { what: "log-sum-exps of a step", reason });
+            }
+            None => {
+                let rows = plan.measure_rows(&input, &mut launches)?;
+                let of_rows = (rows.lse.address(), rows.lse.memory(), Some(&rows.max));
+                plan.measure_columns(&input, of_rows, Some(&all), &mut launches)?.1
+            }
+        };
+        *sums = Some(all);
+        Ok((Launches::new(launches), counts))
     }
 
     /// The statistics of rows alone.
@@ -235,7 +291,8 @@ impl AttentionStatsPlan {
         check_output("log-sum-exps of rows", &rows.lse, self.head_rows(), ElementType::F32)?;
         check_output("maxima of rows", &rows.max, self.head_rows(), ElementType::F32)?;
         let mut launches = Vec::new();
-        let (column_sums, counts) = self.measure_columns(&input, &rows.lse, Some(&rows.max), &mut launches)?;
+        let of_rows = (rows.lse.address(), rows.lse.memory(), Some(&rows.max));
+        let (column_sums, counts) = self.measure_columns(&input, of_rows, None, &mut launches)?;
         let (row_max, row_lse) = (Some(rows.max.clone()), rows.lse.clone());
         Ok(AttentionStats { launches: Launches::new(launches), row_max, row_lse, column_sums, counts })
     }
@@ -287,8 +344,8 @@ impl AttentionStatsPlan {
     fn measure_columns(
         &self,
         input: &StatsTensors<'_>,
-        lse: &Tensor,
-        max: Option<&Tensor>,
+        (lse, lse_memory, max): (u64, &Arc<Memory>, Option<&Tensor>),
+        sums: Option<&Tensor>,
         launches: &mut Vec<Launch>,
     ) -> Result<(Tensor, Option<Words>)> {
         let StatsTensors { backend, queries, keys, positions } = input;
@@ -296,11 +353,14 @@ impl AttentionStatsPlan {
         let (head_rows, cut) = (self.head_rows(), self.cut_of(input, Pass::Columns));
         let aggregation = self.request.columns.aggregation;
         let elements = aggregation.rows(shape.query_heads(), shape.kv_heads()) * self.rows.tokens();
-        let column_sums = Tensor::zeroed(stream, elements, ElementType::F32)?;
+        let column_sums = match sums {
+            Some(sums) => sums.clone(),
+            None => Tensor::zeroed(stream, elements, ElementType::F32)?,
+        };
         let mut call = self.call(&cut, queries, keys, positions);
-        call.row_lse = lse.address();
-        call.column_sums = column_sums.memory().address();
-        let mut memory = vec![queries.memory(), keys.memory(), positions, lse.memory(), column_sums.memory()];
+        call.row_lse = lse;
+        call.column_sums = column_sums.address();
+        let mut memory = vec![queries.memory(), keys.memory(), positions, lse_memory, column_sums.memory()];
         let counted = match (self.log_threshold, max) {
             (Some(_), Some(max)) => {
                 let partials = Words::zeroed(stream, "counts of parts", cut.parts * head_rows)?;
@@ -319,7 +379,11 @@ impl AttentionStatsPlan {
             HeadAggregation::Mean => 2,
             HeadAggregation::Max => 3,
         };
-        let defines = [("AGGREGATION", aggregation), ("COUNTING", usize::from(counted.is_some()))];
+        let defines = [
+            ("AGGREGATION", aggregation),
+            ("COUNTING", usize::from(counted.is_some())),
+            ("ADDS", usize::from(self.adding.is_some())),
+        ];
         let program = self.program(&["select/attention_column_stats.cu"], &cut, [queries, keys], &defines);
         let kernel = self.kernel(&program, "attention_column_stats", &cut, Pass::Columns);
         launches.push(Launch::new(backend, kernel, &call, &memory)?);
@@ -356,6 +420,11 @@ impl AttentionStatsPlan {
     }
 
     fn call(&self, cut: &Cut, queries: &Tensor, keys: &Tensor, positions: &Memory) -> StatsCall {
+        // Steps write [row][query_head], and `sum_partials` [query_head][row].
+        let (lse_row_stride, lse_head_stride) = match (self.adding, self.request.rows) {
+            (Some(_), RowStatsSource::KnownLse) => (self.shape.query_heads(), 1),
+            _ => (1, self.rows.len()),
+        };
         StatsCall {
             keys: keys.address(),
             key_token_stride: self.keys.token_stride as u64,
@@ -370,6 +439,9 @@ impl AttentionStatsPlan {
             group: self.shape.group() as u32,
             part_tiles: cut.part_tiles as u32,
             staged: cut.staged as u32,
+            lse_row_stride: lse_row_stride as u32,
+            lse_head_stride: lse_head_stride as u32,
+            sum_stride: self.adding.unwrap_or(self.rows.tokens()) as u32,
             scale: 1.0 / (self.shape.head_dim() as f32).sqrt(),
             log_threshold: self.log_threshold.unwrap_or(0.0),
             ..StatsCall::default()
@@ -397,12 +469,11 @@ impl AttentionStatsPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::ColumnRequest;
 
     /// The structs have the same size on both sides: `stats_call.cuh` and `sum_partials.cu` have no padding either.
     #[test]
     fn calls_have_no_padding() {
-        assert_eq!(size_of::<StatsCall>(), 12 * 8 + 8 * 4);
+        assert_eq!(size_of::<StatsCall>(), 12 * 8 + 12 * 4);
         assert_eq!(size_of::<SumCall>(), 4 * 8 + 2 * 4);
     }
 

@@ -12,7 +12,7 @@ use crate::cuda::device::program::Program;
 use crate::{Error, Result};
 
 /// Words of the largest argument struct, `StatsCall`.
-const CALL_WORDS: usize = 16;
+const CALL_WORDS: usize = 18;
 
 /// The bytes of a kernel's only argument, a struct of up to `CALL_WORDS` words.
 #[derive(Clone, Copy, Debug)]

@@ -33,11 +33,11 @@ impl Words {
     }
 
     /// Number of words.
-    pub(super) const fn len(&self) -> usize {
+    pub(in crate::cuda) const fn len(&self) -> usize {
         self.len
     }
 
-    pub(super) const fn memory(&self) -> &Arc<Memory> {
+    pub(in crate::cuda) const fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 }

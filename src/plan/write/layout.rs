@@ -89,6 +89,8 @@ pub struct WriteLayout {
     rows: usize,
     stores: Vec<StoreCapacity>,
     windows: Vec<WindowCapacity>,
+    /// Stores that tokens of the first store may be packed into by other calls than steps.
+    packed_later: Vec<usize>,
 }
 
 /// A shard's number takes half a word.
@@ -144,7 +146,13 @@ impl WriteLayout {
             at_most("the windows of a step", pair.windows, MOST_ENTRIES)?;
         }
         at_most("the tokens of a step's keys and values", rows, u32::MAX as usize)?;
-        Ok(Self { shape, rows, stores, windows })
+        Ok(Self { shape, rows, stores, windows, packed_later: Vec::new() })
+    }
+
+    /// The same for a first store whose tokens may be packed into these stores later, by other calls than steps, so that
+    /// no element may be too large for them.
+    pub(crate) fn with_packed_later(self, stores: impl Iterator<Item = usize>) -> Self {
+        Self { packed_later: stores.collect(), ..self }
     }
 
     /// Shape of the layers.
@@ -195,11 +203,13 @@ impl WriteLayout {
         ENTRY_WORDS * self.sections().map(|section| 1 + self.capacity(section)).sum::<usize>()
     }
 
-    /// The largest key or value that a store takes, including the stores that windows move to. Larger elements count as
+    /// The largest key or value that a store takes, including the stores that its tokens are packed into later. Larger elements count as
     /// not finite. The limit is half as large for centred keys, because the centre may be as large.
     pub fn largest_element(&self, store: usize, which: KeyOrValue) -> f32 {
         let of = |store: &StoreCapacity| largest_element(store.format.tensor(which), &self.shape);
-        let moved = self.windows.iter().filter(|pair| pair.from == store).map(|pair| of(&self.stores[pair.to]));
+        let moved = self.windows.iter().filter(|pair| pair.from == store).map(|pair| pair.to);
+        let later = self.packed_later.iter().filter(|_| store == 0).copied();
+        let moved = moved.chain(later).filter_map(|to| self.stores.get(to)).map(of);
         let largest = moved.fold(self.stores.get(store).map_or(0.0, of), f32::min);
         if which == KeyOrValue::Key && self.has_centres(store) { largest / 2.0 } else { largest }
     }

@@ -1,7 +1,10 @@
 //! The wgpu backend: [`Backend`](crate::Backend) over a device and its queue.
 
+mod recorded;
 mod selection;
 mod submit;
+
+pub use recorded::Recorded;
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -178,10 +181,12 @@ impl Device for Wgpu {
     }
 
     async fn upload(&self, elements: Elements<'_>) -> Result<Tensor> {
+        self.check_not_recording("an upload")?;
         Tensor::upload(self.device(), &self.queue, elements).await
     }
 
     async fn download(&self, tensor: &Tensor) -> Result<Vec<f32>> {
+        self.check_not_recording("a download")?;
         tensor.download(self.device(), &self.queue).await
     }
 
@@ -190,6 +195,7 @@ impl Device for Wgpu {
     }
 
     async fn download_indices(&self, indices: &Indices) -> Result<Vec<u32>> {
+        self.check_not_recording("a download")?;
         indices.download(self.device(), &self.queue).await
     }
 
@@ -223,18 +229,22 @@ impl Storage for Wgpu {
     }
 
     async fn reserve_ranges(&self, store: &mut Store, slots: usize) -> Result<()> {
+        self.check_not_recording("room for ranges")?;
         store.reserve_ranges(self.device(), &self.queue, slots).await
     }
 
     async fn reserve_centres(&self, store: &mut Store, slots: usize) -> Result<()> {
+        self.check_not_recording("room for centres")?;
         store.reserve_centres(self.device(), &self.queue, slots).await
     }
 
     async fn read_spans(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<Vec<SpanBytes>> {
+        self.check_not_recording("a download")?;
         span_bytes::read_all(self.device(), &self.queue, places).await
     }
 
     fn begin_reads(&self, places: &[(&Store, SpanPlace<'_>)]) -> Result<SpanReads> {
+        self.check_not_recording("a download")?;
         SpanReads::begin(self.device(), &self.queue, places)
     }
 
@@ -247,6 +257,7 @@ impl Storage for Wgpu {
     }
 
     fn write_span(&self, store: &mut Store, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
+        self.check_not_recording("an upload")?;
         store.write_span(self.device(), &self.queue, bytes, place)
     }
 
@@ -270,6 +281,7 @@ impl Packing for Wgpu {
         shape: &AttentionShape,
         largest: f32,
     ) -> Result<Option<NonFinite>> {
+        self.check_not_recording("a check of elements")?;
         let plan = FindNonFinitePlan::new(shape, *rows, largest)?;
         let what = match which {
             KeyOrValue::Key => "keys",
@@ -361,10 +373,12 @@ impl Packing for Wgpu {
     }
 
     async fn read_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<Vec<FlaggedToken>> {
+        self.check_not_recording("a download")?;
         flags.read(self.device(), &self.queue).await
     }
 
     fn clear_non_finite_flags(&self, flags: &NonFiniteFlags) -> Result<()> {
+        self.check_not_recording("clearing of flags")?;
         flags.clear(self.device(), &self.queue)
     }
 
@@ -375,6 +389,21 @@ impl Packing for Wgpu {
         let values = Tensor::zeroed(self.device(), plan.elements(), ElementType::F32)?;
         self.run("kvpack dequantize", &plan.bind(&self.kernels, store, &keys, &values)?)?;
         Ok((keys, values))
+    }
+
+    fn dequantize_with(&self, store: &Store, read: SpanRead<'_>, rows: &mut Option<(Tensor, Tensor)>) -> Result<()> {
+        self.check_submitted("decoding", &[store])?;
+        let plan = DequantizePlan::new(store.shape(), store.format(), &read)?;
+        let (needed, held) = (plan.elements(), rows.as_ref().map_or(0, |(keys, _)| keys.elements()));
+        if held < needed {
+            // A prompt is read again with every part: the room for its next parts is made with the first.
+            let most = (self.capabilities.limits.binding_bytes / 4) as usize;
+            let larger = || Tensor::zeroed(self.device(), needed.max((2 * held).min(most)), ElementType::F32);
+            *rows = Some((larger()?, larger()?));
+        }
+        let Some((keys, values)) = rows else { return Ok(()) };
+        let (keys, values) = (keys.slice(0, needed)?, values.slice(0, needed)?);
+        self.run("kvpack dequantize", &plan.bind(&self.kernels, store, &keys, &values)?)
     }
 }
 

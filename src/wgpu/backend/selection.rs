@@ -3,13 +3,13 @@
 use super::Wgpu;
 use crate::Result;
 use crate::backend::{
-    KeptAndEvicted, MeasuredAttention, MergedTokens, QueriesAndKeys, RowStatistics, ScoredTokens, TensorRows,
-    TokenSelection,
+    KeptAndEvicted, MeasuredAttention, MergedTokens, NewQueries, QueriesAndKeys, RowStatistics, ScoredTokens,
+    TensorRows, TokenSelection,
 };
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, TokenIndices};
 use crate::policy::{ColumnRequest, HeadAggregation, Merging, RowStatsSource, ScoreRequest, StatsRequest};
-use crate::wgpu::device::{Indices, Tensor};
+use crate::wgpu::device::{Indices, SpanReads, Store, Tensor};
 use crate::wgpu::select::{
     AttentionStatsPlan, ChunkSimilarityPlan, EvictedPlan, GatherPlan, MergePlan, ReorderChunksPlan, TokenScoresPlan,
     TopKPlan, Words,
@@ -27,6 +27,7 @@ impl TokenSelection for Wgpu {
     type Words = Words;
 
     async fn download_words(&self, words: &Words) -> Result<Vec<u32>> {
+        self.check_not_recording("a download")?;
         words.download(self.device(), &self.queue).await
     }
 
@@ -67,6 +68,24 @@ impl TokenSelection for Wgpu {
         self.run("kvpack measure_columns", &bound.launches)?;
         let (column_sums, counts) = (bound.column_sums, bound.counts);
         Ok(MeasuredAttention { row_max: None, row_lse: None, column_sums, counts })
+    }
+
+    fn add_attention(
+        &self,
+        input: NewQueries<'_, Tensor>,
+        columns: ColumnRequest,
+        sums: &mut Option<Tensor>,
+    ) -> Result<Option<Words>> {
+        let (launches, counts) = AttentionStatsPlan::bind_adding(&self.kernels, input, columns, sums)?;
+        self.run("kvpack add_attention", &launches)?;
+        Ok(counts)
+    }
+
+    fn begin_word_reads(&self, words: &[&Words], stores: &[&Store]) -> Result<SpanReads> {
+        self.check_not_recording("a download")?;
+        self.check_submitted("reading of counts", stores)?;
+        let buffers: Vec<_> = words.iter().map(|words| (words.buffer(), words.len() as u64 * 4)).collect();
+        SpanReads::begin_buffers(self.device(), &self.queue, &buffers)
     }
 
     fn token_scores(

@@ -24,8 +24,12 @@ impl Wgpu {
         Ok(scratch)
     }
 
-    /// Checks that an engine has submitted all steps that it encoded over stores, before commands go before them.
+    /// Checks that an engine has submitted all steps that it encoded over stores, before commands go before them. What is
+    /// recorded goes behind them.
     pub(super) fn check_submitted(&self, what: &'static str, stores: &[&Store]) -> Result<()> {
+        if self.records_over(stores) {
+            return Ok(());
+        }
         stores.iter().try_for_each(|store| store.encoders().check_submitted(self.device(), what))
     }
 
@@ -36,6 +40,7 @@ impl Wgpu {
         stores: &[&Store],
         tensors: AttendTensors<'_>,
     ) -> Result<()> {
+        self.check_not_recording("attention")?;
         self.check_submitted("attention", stores)?;
         let scratch = self.scratch(step.scratch()).await?;
         let launches = step.bind(&self.kernels, stores, &scratch, tensors)?;
@@ -57,6 +62,7 @@ impl Wgpu {
         input: Option<WriteInput<'_, Tensor, NonFiniteFlags>>,
         table: &WriteTable,
     ) -> Result<()> {
+        self.check_not_recording("writes of a step")?;
         self.check_submitted("writes of a step", stores)?;
         let memory = WriteMemory::new(self.device(), table.layout())?;
         let step = StoreStep::new(table.layout()).bind_for(&self.kernels, stores, &memory, input, table)?;
@@ -67,8 +73,11 @@ impl Wgpu {
         })
     }
 
-    /// Encodes dispatches into one compute pass and submits it.
+    /// Encodes dispatches into one compute pass and submits it, unless calls are recorded.
     pub(super) fn run(&self, what: &'static str, launches: &Launches) -> Result<()> {
+        if self.recorded(launches) {
+            return Ok(());
+        }
         guard::submit(self.device(), &self.queue, what, |encoder| {
             let descriptor = wgpu::ComputePassDescriptor { label: Some(what), timestamp_writes: None };
             launches.encode(&mut encoder.begin_compute_pass(&descriptor));

@@ -51,6 +51,19 @@ impl SpanReads {
         Ok(Self { lengths, downloads: submissions.iter().map(begin).collect::<Result<_>>()? })
     }
 
+    /// The same for whole buffers, each of some bytes, in one submission.
+    pub(in crate::wgpu) fn begin_buffers(
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        buffers: &[(&wgpu::Buffer, u64)],
+    ) -> Result<Self> {
+        let places: Vec<_> =
+            buffers.iter().map(|&(buffer, bytes)| buffers::Place { buffer, offset: 0, bytes }).collect();
+        let lengths = places.iter().map(|place| place.bytes as usize).collect();
+        let download = if places.is_empty() { None } else { Some(Download::begin(device, queue, &places)?) };
+        Ok(Self { lengths, downloads: download.into_iter().collect() })
+    }
+
     pub(in crate::wgpu) fn have_arrived(&self, device: &wgpu::Device) -> Result<bool> {
         for download in &self.downloads {
             if !download.has_arrived(device)? {

@@ -3,16 +3,16 @@
 use super::stats_matrix::{self, MatrixCall, MatrixCut};
 use super::words::Words;
 use super::{aggregation_constant, check_index, check_reach, queries_file, upload_call};
-use crate::Result;
-use crate::backend::RowStatistics;
+use crate::backend::{NewQueries, RowStatistics};
 use crate::format::{AttentionShape, HEAD_DIMS};
 use crate::plan::{ElementType, RowLayout};
-use crate::policy::{HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
+use crate::policy::{ColumnRequest, HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
 use crate::wgpu::device::launch::{Launches, flat_grid};
 use crate::wgpu::device::{Capabilities, ElementBinding, Kernels, Launch, Tensor, Variant};
 use crate::wgpu::pack::rows_file;
 use crate::wgpu::planned::planned;
 use crate::wgpu::sources::SHADERS;
+use crate::{Error, Result};
 
 /// Keys of a tile, `RESIDENT` in `resident_rows.wgsl`.
 const TILE_KEYS: usize = 128;
@@ -66,6 +66,17 @@ pub struct AttentionStatsPlan {
     part_tiles: usize,
     parts: usize,
     matrices: Option<MatrixCut>,
+    /// Where the sums of a prompt are to be added to.
+    adding: Option<Adding>,
+}
+
+/// How sums are added to those of a whole prompt.
+#[derive(Clone, Copy, Debug)]
+struct Adding {
+    /// The first of the query rows among the log-sum-exps of a step.
+    first_row: usize,
+    /// Tokens of the prompt.
+    tokens: usize,
 }
 
 /// Statistics bound to their tensors. [`AttentionStats::launches`] writes the results to the other fields.
@@ -98,6 +109,10 @@ struct StatsCall {
     kv_heads: u32,
     group: u32,
     part_tiles: u32,
+    first_lse: u32,
+    lse_row_stride: u32,
+    lse_head_stride: u32,
+    sum_stride: u32,
     scale: f32,
     log_threshold: f32,
 }
@@ -170,8 +185,8 @@ impl AttentionStatsPlan {
         let tiles = rows.tokens().div_ceil(TILE_KEYS);
         let part_tiles = tiles.div_ceil(most_parts(shape, &rows).clamp(1, u16::MAX.into()));
         let parts = tiles.div_ceil(part_tiles);
-        let matrices = None;
-        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts, matrices })
+        let (matrices, adding) = (None, None);
+        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts, matrices, adding })
     }
 
     /// The same statistics on a device with these capabilities. Cooperative matrices read f16 keys if the device has
@@ -254,8 +269,61 @@ impl AttentionStatsPlan {
             (source, _) => return Err(source.mismatch()),
         };
         let rows = (&row_lse, row_max.as_ref());
-        let (column_sums, counts) = self.measure_columns(kernels, &input, rows, &mut launches)?;
+        let (column_sums, counts) = self.measure_columns(kernels, &input, rows, None, &mut launches)?;
         Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
+    }
+
+    /// Binds statistics of rows of a step that are added to the sums of their prompt, and counts if they are requested.
+    /// Cooperative matrices have no part in it, since decoded keys are f32.
+    ///
+    /// # Errors
+    /// Those of [`NewQueries::check`] and of [`AttentionStatsPlan::bind`].
+    pub(in crate::wgpu) fn bind_adding(
+        kernels: &Kernels,
+        new: NewQueries<'_, Tensor>,
+        columns: ColumnRequest,
+        sums: &mut Option<Tensor>,
+    ) -> Result<(Launches, Option<Words>)> {
+        new.check(&columns, Tensor::elements)?;
+        let heads = new.shape.query_heads();
+        let source = if new.log_sum_exps.is_some() { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
+        let queries = RowLayout { tokens: new.rows.len(), ..new.queries.layout };
+        let request = StatsRequest { columns, rows: source };
+        let plan = Self::new(&new.shape, new.rows.clone(), [queries, new.keys.layout], request)?;
+        // Measured log-sum-exps are those of the rows alone.
+        let first_row = if new.log_sum_exps.is_some() { new.first_row } else { 0 };
+        check_index("the sums of a prompt", new.sums(&columns) as u64)?;
+        check_index("the log-sum-exps of a step", ((new.first_row + new.rows.len()) * heads) as u64)?;
+        let plan = Self { adding: Some(Adding { first_row, tokens: new.tokens }), ..plan };
+        let first = new.queries.layout.row(new.first_row, 0);
+        let queries = new.queries.tensor.slice(first, new.queries.tensor.elements() - first)?;
+        let mut launches = Vec::new();
+        let input = plan.input(kernels, [&queries, new.keys.tensor], &mut launches)?;
+        let all = match sums {
+            Some(sums) => {
+                let limits = kernels.device().limits();
+                super::check_output("sums of a prompt", sums, new.sums(&columns), ElementType::F32, &limits)?;
+                sums.clone()
+            }
+            None => Tensor::zeroed(kernels.device(), new.sums(&columns), ElementType::F32)?,
+        };
+        let counts = match new.log_sum_exps {
+            Some(lse) if lse.element_type() == ElementType::F32 => {
+                lse.check_aligned("log-sum-exps of a step", &kernels.device().limits())?;
+                plan.measure_columns(kernels, &input, (lse, None), Some(&all), &mut launches)?.1
+            }
+            Some(lse) => {
+                let reason = format!("they are {:?}; they are to be f32", lse.element_type());
+                return Err(Error::Buffer { what: "log-sum-exps of a step", reason });
+            }
+            None => {
+                let rows = plan.measure_rows(kernels, &input, &mut launches)?;
+                let rows = (&rows.lse, Some(&rows.max));
+                plan.measure_columns(kernels, &input, rows, Some(&all), &mut launches)?.1
+            }
+        };
+        *sums = Some(all);
+        Ok((launches.into_iter().collect(), counts))
     }
 
     /// The statistics of rows alone.
@@ -290,7 +358,7 @@ impl AttentionStatsPlan {
         self.check_rows(kernels, "log-sum-exps of rows", &rows.lse)?;
         self.check_rows(kernels, "maxima of rows", &rows.max)?;
         let of_rows = (&rows.lse, Some(&rows.max));
-        let (column_sums, counts) = self.measure_columns(kernels, &input, of_rows, &mut launches)?;
+        let (column_sums, counts) = self.measure_columns(kernels, &input, of_rows, None, &mut launches)?;
         let (row_max, row_lse) = (Some(rows.max.clone()), rows.lse.clone());
         Ok(AttentionStats { launches: launches.into_iter().collect(), row_max, row_lse, column_sums, counts })
     }
@@ -375,11 +443,15 @@ impl AttentionStatsPlan {
         kernels: &Kernels,
         input: &StatsTensors<'_>,
         (lse, max): (&Tensor, Option<&Tensor>),
+        sums: Option<&Tensor>,
         launches: &mut Vec<Launch>,
     ) -> Result<(Tensor, Option<Words>)> {
         let (shape, device, head_rows) = (&self.shape, kernels.device(), self.head_rows());
         let rows = self.request.columns.aggregation.rows(shape.query_heads(), shape.kv_heads());
-        let column_sums = Tensor::zeroed(device, rows * self.rows.tokens(), ElementType::F32)?;
+        let column_sums = match sums {
+            Some(sums) => sums.clone(),
+            None => Tensor::zeroed(device, rows * self.rows.tokens(), ElementType::F32)?,
+        };
         let counted = match (self.log_threshold, max) {
             (Some(_), Some(max)) => {
                 let partials = Words::zeroed(device, "counts of parts", input.parts * head_rows)?;
@@ -435,6 +507,12 @@ impl AttentionStatsPlan {
     }
 
     fn call(&self, keys: &ElementBinding<'_>, queries: &ElementBinding<'_>) -> StatsCall {
+        let heads = self.shape.query_heads();
+        // Steps write [row][query_head], and `sum_partials` [query_head][row].
+        let (first_lse, lse_row_stride, lse_head_stride) = match (self.adding, self.request.rows) {
+            (Some(adding), RowStatsSource::KnownLse) => (adding.first_row * heads, heads, 1),
+            _ => (0, 1, self.rows.len()),
+        };
         StatsCall {
             first_key: keys.first_element,
             key_token_stride: self.keys.token_stride as u32,
@@ -447,6 +525,10 @@ impl AttentionStatsPlan {
             kv_heads: self.shape.kv_heads() as u32,
             group: self.shape.group() as u32,
             part_tiles: self.part_tiles as u32,
+            first_lse: first_lse as u32,
+            lse_row_stride: lse_row_stride as u32,
+            lse_head_stride: lse_head_stride as u32,
+            sum_stride: self.adding.map_or(self.rows.tokens(), |adding| adding.tokens) as u32,
             scale: 1.0 / (self.shape.head_dim() as f32).sqrt(),
             log_threshold: self.log_threshold.unwrap_or(0.0),
         }
@@ -463,7 +545,10 @@ impl AttentionStatsPlan {
         let (aggregation, counting) = (self.request.columns.aggregation, self.log_threshold.is_some());
         match cut {
             Some(cut) => cut.column_variant(queries, aggregation, counting),
-            None => column_variant(self.shape.head_dim(), aggregation, counting, queries, keys),
+            None => {
+                let variant = column_variant(self.shape.head_dim(), aggregation, counting, queries, keys);
+                if self.adding.is_some() { adding(variant) } else { variant }
+            }
         }
     }
 }
@@ -489,6 +574,11 @@ fn column_variant(
     if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
 }
 
+/// The same that adds to what is there.
+fn adding(variant: Variant) -> Variant {
+    variant.constant("ADDS", 1)
+}
+
 fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
     variant.constant("HEAD_DIM", head_dim).import("rows", rows_file(keys)).import("queries", queries_file(queries))
 }
@@ -501,7 +591,12 @@ pub(super) fn variants() -> Vec<Variant> {
             let queries = ElementType::ALL[(i + j) % 3];
             found.push(row_variant(head_dim, queries, keys));
             for (k, aggregation) in HeadAggregation::ALL.into_iter().enumerate() {
-                found.push(column_variant(head_dim, aggregation, (i + j + k) % 2 == 0, queries, keys));
+                let counting = (i + j + k) % 2 == 0;
+                let variant = column_variant(head_dim, aggregation, counting, queries, keys);
+                if keys == ElementType::F32 {
+                    found.push(adding(variant.clone()));
+                }
+                found.push(variant);
             }
         }
     }

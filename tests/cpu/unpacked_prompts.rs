@@ -1,0 +1,127 @@
+//! Prompts of policies and mixtures in parts, on the CPU.
+
+use kvpack::Error;
+use kvpack::SegmentFormat;
+use kvpack::backend::TensorRows;
+use kvpack::cache::{ModelCache, PartQueries, Recipe, TokenRun};
+use kvpack::cpu::{Cpu, CpuTensor};
+use kvpack::plan::RowLayout;
+use kvpack::policy::{Policy, Spans};
+use pollster::block_on;
+
+use crate::any_backend::unpacked_prompts::{Calls, check_mixture, check_policy, of_queries, pairs, shape};
+
+#[test]
+fn policies_keep_of_parts_what_they_keep_of_the_whole() {
+    for (number, (name, policy, recipe)) in pairs(true).iter().enumerate() {
+        let knows = number % 2 == 0;
+        check_policy(&Cpu::new(), &mut Calls { knows }, (name, policy, recipe), 1e-6);
+    }
+}
+
+#[test]
+fn mixtures_pack_parts_as_the_whole() {
+    for recipe in ["cocktail", "mix=f16:0.2,calibquant:4:0.3,saw-int4"] {
+        check_mixture(&Cpu::new(), &mut Calls { knows: false }, recipe, 1e-6);
+    }
+}
+
+/// A step of one layer that appends a part of a prompt.
+fn append(cache: &mut ModelCache<Cpu>, sequence: usize, tokens: usize) {
+    let runs = [TokenRun::unpacked(sequence, tokens)];
+    block_on(cache.reserve_for_append(&runs)).unwrap();
+    cache.begin_append(&runs).unwrap();
+    let keys = CpuTensor::F32((0..tokens * 128).map(|i| (i as f32 * 0.3).sin()).collect());
+    block_on(cache.store(0, RowLayout::token_major(tokens, &shape()), &keys, &keys)).unwrap();
+}
+
+fn observe(
+    prompt: &mut kvpack::cache::ObservedParts<Cpu>,
+    cache: &ModelCache<Cpu>,
+    tokens: usize,
+) -> kvpack::Result<()> {
+    let queries = CpuTensor::F32((0..tokens * 256).map(|i| (i as f32 * 0.7).cos()).collect());
+    let queries = TensorRows { tensor: &queries, layout: of_queries(tokens) };
+    prompt.observe(cache, 0, PartQueries { queries, log_sum_exps: None })
+}
+
+/// What is missing, measured twice, too long or of another prompt is refused, and changes nothing.
+#[test]
+fn parts_that_do_not_fit_are_refused() {
+    let recipe = Recipe::pack_all(SegmentFormat::saw_int4());
+    let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), recipe)], 3).unwrap();
+    let begin = |cache: &ModelCache<Cpu>, tokens| {
+        block_on(cache.observe_parts(0, Policy::h2o(0.5).unwrap(), Spans::new(tokens, &[]).unwrap())).unwrap()
+    };
+    let mut prompt = begin(&cache, 90);
+    assert!(matches!(cache.compress_parts(&mut prompt), Err(Error::Plan { .. })), "nothing is appended");
+    assert!(matches!(cache.pack_parts(0, &[]), Err(Error::Plan { .. })), "nothing is appended");
+    append(&mut cache, 0, 60);
+    assert!(matches!(cache.compress_parts(&mut prompt), Err(Error::Plan { .. })), "a step is open");
+    observe(&mut prompt, &cache, 60).unwrap();
+    assert!(matches!(observe(&mut prompt, &cache, 60), Err(Error::Selection { .. })), "measured twice");
+    assert!(matches!(observe(&mut begin(&cache, 50), &cache, 60), Err(Error::Plan { .. })), "begins elsewhere");
+    cache.commit().unwrap();
+    assert!(matches!(cache.compress_parts(&mut prompt), Err(Error::Plan { .. })), "a part is missing");
+    let before = cache.memory().in_use_bytes();
+    append(&mut cache, 0, 31);
+    assert!(matches!(observe(&mut prompt, &cache, 31), Err(Error::Selection { .. })), "the prompt has 90 tokens");
+    cache.abandon();
+    assert_eq!(cache.memory().in_use_bytes(), before);
+    append(&mut cache, 0, 30);
+    cache.commit().unwrap();
+    assert!(matches!(cache.compress_parts(&mut prompt), Err(Error::Selection { .. })), "30 rows are not measured");
+    // Forked, truncated and swapped, a prompt stays what it is.
+    cache.fork(0, 1).unwrap();
+    let swapped = block_on(cache.swap_out(1)).unwrap();
+    block_on(cache.swap_in(2, &swapped)).unwrap();
+    cache.truncate(0, 60).unwrap();
+    append(&mut cache, 0, 30);
+    observe(&mut prompt, &cache, 30).unwrap();
+    cache.commit().unwrap();
+    block_on(cache.reserve_for_parts(&prompt)).unwrap();
+    cache.compress_parts(&mut prompt).unwrap();
+    assert_eq!((cache.tokens(0, 0), cache.tokens(0, 2), cache.length(0)), (Ok(45), Ok(90), Ok(90)));
+    (0..3).for_each(|sequence| cache.clear(sequence).unwrap());
+    assert_eq!(cache.memory().in_use_bytes(), 0);
+}
+
+/// Without room for what is kept nothing has changed.
+#[test]
+fn parts_without_room_stay() {
+    use kvpack::cache::{Budget, Growth, StoreRoom};
+    let recipe = Recipe::pack_all(SegmentFormat::saw_int4());
+    let cache = ModelCache::new(&Cpu::new(), &[(shape(), recipe)], 1).unwrap();
+    let mut cache = cache.with_budget(Budget::unlimited().growing(Growth::None));
+    let room = |pages| StoreRoom { pages, spans: 1 };
+    block_on(cache.reserve(&[room(2), room(0)])).unwrap();
+    let mut prompt =
+        block_on(cache.observe_parts(0, Policy::snapkv(0.5).unwrap(), Spans::new(200, &[]).unwrap())).unwrap();
+    append(&mut cache, 0, 200);
+    observe(&mut prompt, &cache, 200).unwrap();
+    cache.commit().unwrap();
+    assert!(matches!(cache.compress_parts(&mut prompt), Err(Error::NoRoom { .. })));
+    assert_eq!((cache.tokens(0, 0), cache.free_room(0).unwrap()[0].pages), (Ok(200), 0));
+    block_on(cache.reserve(&[room(0), room(1)])).unwrap();
+    cache.compress_parts(&mut prompt).unwrap();
+    assert_eq!((cache.tokens(0, 0), cache.free_room(0).unwrap()[0].pages), (Ok(100), 2));
+}
+
+/// An element that is not finite is stored as zero, and flagged.
+#[test]
+fn parts_flag_what_is_not_finite() {
+    let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), Recipe::pack_all(SegmentFormat::saw_int4()))], 1).unwrap();
+    let runs = [TokenRun::unpacked(0, 40)];
+    block_on(cache.reserve_for_append(&runs)).unwrap();
+    cache.begin_append(&runs).unwrap();
+    let mut keys = vec![0.5; 40 * 128];
+    // Infinite, and larger than rotated rows may be.
+    (keys[7 * 128], keys[9 * 128 + 1]) = (f32::INFINITY, 9000.0);
+    let keys = CpuTensor::F32(keys);
+    block_on(cache.store(0, RowLayout::token_major(40, &shape()), &keys, &keys)).unwrap();
+    cache.commit().unwrap();
+    let flagged = block_on(cache.non_finite()).unwrap();
+    assert_eq!(flagged.iter().map(|of| of.token).collect::<Vec<_>>(), [7, 7]);
+    let rows = cache.dequantize(0, 0).unwrap().remove(0).keys.to_f32();
+    assert_eq!((rows[7 * 64], rows[9 * 64 + 1]), (0.0, 0.0));
+}
