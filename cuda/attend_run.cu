@@ -6,7 +6,7 @@
 // A row r is a query and a query head. The rows of a block are queries of one run with all query heads of one KV head.
 // A block owns one item (consecutive tokens of a span, and up to ROWS rows) for one KV head, and a warp owns 16 of the
 // rows. Tiles pass through a ring of the block (common/tile_ring.cuh), are unpacked to halves in shared memory once for
-// all warps (common/tile_halves.cuh), and are multiplied as halves: rows of queries with keys, then weights with
+// all warps (common/unit_halves.cuh), and are multiplied as halves: rows of queries with keys, then weights with
 // values. The weights are halves in the registers of the products. Halves are values for tile ranges, levels times
 // norms for codebooks, and codes for span ranges. Scales of a span, and units of levels, are part of the query for
 // keys, and of the output for values. While one unit of a tile is multiplied, the next one is unpacked.
@@ -36,7 +36,7 @@
 #include "common/reduce.cuh"
 #include "common/attend_call.cuh"
 #include "common/logits.cuh"
-#include "common/tile_halves.cuh"
+#include "common/unit_halves.cuh"
 #include "common/run_queries.cuh"
 #include "common/run_softmax.cuh"
 #include "common/warpgroup.cuh"

@@ -1,4 +1,5 @@
-// attend_run_pipelined: attend_run for f16 pages and many rows, on compute capability 9.0.
+// attend_run_pipelined: attend_run for many rows on compute capability 9.0, over f16 pages, or over the halves that
+// unpack_tiles.cu made of packed ones.
 //
 //   score_rt = q_r · k_t scale log2(e)  for from_r <= t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
 //
@@ -10,6 +11,8 @@
 //
 //   stages     [STAGES] passes of keys, [STAGES] of values, then the queries of every warpgroup
 //   barriers   full: one arrival and its bytes; empty: one arrival of every warpgroup
+//
+// Scales of a span, and units of levels, are part of the query for keys and of the output for values.
 //
 // Works are numbered head by head, so that the pages of few heads are in the L2 cache, and the longest come first. A
 // block takes the next number from a counter in memory. The last block sets it to zero again. Which block takes a work
@@ -66,13 +69,13 @@ __device__ __forceinline__ void multiply_values(RowValues& sums, const PassWeigh
     warpgroup_commit();
 }
 
-// A lane's rows g and g + 8, and what it knows of their softmax.
+// A lane's rows g and g + 8, and what it knows of their softmax. Without a cap scores lack the base of their row, which
+// is in their log-sum-exp at the end.
 struct RunSoftmax {
     float reference[2];
     // The lane's part.
     float weight[2];
-    // Scores are products times these.
-    float delta[2];
+    RowConstants of[2];
     int start[2];
     int limit[2];
     // The factors of earlier sums, if references moved in the last pass.
@@ -115,7 +118,7 @@ struct RunSoftmax {
     }
 
     // Capped products are scores already.
-    __device__ __forceinline__ float scale(int h) const { return CAPPED ? 1.0f : delta[h]; }
+    __device__ __forceinline__ float scale(int h) const { return CAPPED ? 1.0f : of[h].delta; }
 
     // Caps the products of row `h`, and hides tokens; `first` is the lane's first token.
     template <bool SOME_HIDDEN>
@@ -125,7 +128,9 @@ struct RunSoftmax {
 #pragma unroll
         for (int j = 0; j < 4 * PASS_STEPS; j++) {
             float& product = products[j / 2][2 * h + j % 2];
-            if constexpr (CAPPED) product = capped(call, product * delta[h]);
+            if constexpr (CAPPED) {
+                product = capped(call, KEY_SPAN_RANGES ? __fmaf_rn(product, of[h].delta, of[h].base) : product * of[h].delta);
+            }
             const int token = 8 * (j / 2) + j % 2;
             if (SOME_HIDDEN) {
                 product = (MASKED == 0 || from <= token) && token < end ? product : -__int_as_float(0x7f800000);
@@ -145,24 +150,26 @@ struct WarpGroup {
     // In shared memory: its queries, and the stages.
     u32 queries;
     u32 room;
-    // The lane's rows when queries are loaded, and those of its products.
-    PlacedRow loaded[2];
-    PlacedRow placed[2];
+    // In shared memory: the rows of the block.
+    const PlacedRow* places;
     // Queries of the first and the last row of the warpgroup.
     u32 first_query;
     u32 last_query;
 
-    __device__ __forceinline__ WarpGroup(u32 group, u32 room, int warp, int lane)
+    __device__ __forceinline__ WarpGroup(u32 group, const PlacedRow* places, u32 room, int warp, int lane)
         : number(warp / 4),
           warp(warp),
           lane(lane),
           leads(threadIdx.x % 128 == 0),
           queries(room + QUERIES_AT + warp / 4 * GROUP_QUERY_BYTES),
           room(room),
-          loaded{{(u32)(warp * WARP_ROWS + lane % 8), group}, {(u32)(warp * WARP_ROWS + lane % 8 + 8), group}},
-          placed{{(u32)(warp * WARP_ROWS + lane / 4), group}, {(u32)(warp * WARP_ROWS + lane / 4 + 8), group}},
+          places(places),
           first_query(warp / 4 * GROUP_ROWS / group),
           last_query((warp / 4 * GROUP_ROWS + GROUP_ROWS - 1) / group) {}
+
+    // The lane's rows when queries are loaded, and those of its products.
+    __device__ __forceinline__ PlacedRow loaded(int h) const { return places[warp * WARP_ROWS + lane % 8 + 8 * h]; }
+    __device__ __forceinline__ PlacedRow placed(int h) const { return places[warp * WARP_ROWS + lane / 4 + 8 * h]; }
 
     __device__ __forceinline__ void sync() const { group_sync(FIRST_GROUP_BARRIER + number, 128); }
 
@@ -174,15 +181,15 @@ struct WarpGroup {
 
     // A work from queries to states or outputs. `count` counts the passes of the block.
     __device__ __forceinline__ void attend(const AttendCall& call, const Pipeline& pipeline, const Work& work,
-                                           const float* deltas, u32& count) const {
+                                           const RowConstants* constants, const RowSigns& signs, u32& count) const {
         RunSoftmax rows;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             rows.reference[h] = NO_SCORE;
             rows.weight[h] = 0.0f;
-            rows.delta[h] = deltas[warp * WARP_ROWS + 8 * h + lane / 4];
-            rows.limit[h] = work.limit(placed[h].query());
-            rows.start[h] = work.start(placed[h].query());
+            rows.of[h] = constants[warp * WARP_ROWS + 8 * h + lane / 4];
+            rows.limit[h] = work.limit(placed(h).query());
+            rows.start[h] = work.start(placed(h).query());
         }
         const int least = work.limit(first_query);
         const int last_start = work.start(last_query);
@@ -239,12 +246,16 @@ struct WarpGroup {
         multiply_values(sums, weights, room + PASS_VALUES_AT + stage * PASS_BYTES);
         warpgroup_wait<0>(sums);
         if (leads) barrier_arrive(pipeline.values_empty + 8 * stage);
-        write(call, work, rows, sums);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (KEY_SPAN_RANGES && !CAPPED) rows.reference[h] += constants[warp * WARP_ROWS + 8 * h + lane / 4].base;
+        }
+        write(call, work, rows, sums, signs);
     }
 
     // Writes the rows of the warp: states, or the outputs themselves.
     __device__ __forceinline__ void write(const AttendCall& call, const Work& work, const RunSoftmax& rows,
-                                          const RowValues& sums) const {
+                                          RowValues& sums, const RowSigns& signs) const {
         const Item& item = work.item;
         const u64 query_heads = call.kv_heads * call.group;
         const bool merged = item.states > 1u;
@@ -253,12 +264,17 @@ struct WarpGroup {
         const bool aligned = merged || (((u64)call.output | call.output_stride * bytes) & 7u) == 0u;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const u32 query = work.first + placed[h].query();
-            const u32 head = work.kv_head * call.group + placed[h].head();
-            const bool exists = placed[h].query() < (u32)ROWS / call.group && query < item.queries;
+            const u32 query = work.first + placed(h).query();
+            const u32 head = work.kv_head * call.group + placed(h).head();
+            const bool exists = placed(h).query() < (u32)ROWS / call.group && query < item.queries;
             const float weight = sum_of_quad(rows.weight[h]);
             ItemState state = {weight == 0.0f ? 0.0f : 1.0f / weight,
                                weight == 0.0f ? NO_SCORE : rows.reference[h] + log2_approx(weight)};
+            if constexpr (VALUE_BITS != 16) {
+                const u64 of_head = ((u64)item.range_slot * call.kv_heads + work.kv_head) * HEAD_DIM;
+                to_values(sums, h, state.out, call.value_ranges + of_head, signs, lane);
+                state.out = 1.0f;
+            }
             RowTarget target = {nullptr, type, merged ? HEAD_DIM : TENSOR_CHANNELS, exists, aligned};
             if (merged) {
                 const u64 at = (u64)(item.state + query * item.stride) * query_heads + head;
@@ -282,7 +298,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
     extern __shared__ __align__(LINE_BYTES) u8 room[];
     __shared__ u64 barriers[Pipeline::BARRIERS];
     __shared__ u32 works[2];
-    __shared__ float deltas[ROWS];
+    __shared__ RowConstants constants[ROWS];
+    __shared__ PlacedRow places[ROWS];
+    __shared__ RowSigns signs;
 
     if (call.beside != 0u) admit_later_kernels();
     if (call.beside != 0u && blockIdx.x == call.beside) {
@@ -293,6 +311,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x >> 5, 0);
     const Pipeline pipeline(shared_address(barriers));
     if (threadIdx.x == 0) pipeline.start();
+    if (threadIdx.x < ROWS) places[threadIdx.x] = PlacedRow(threadIdx.x, call.group);
+    if (warp == 1) signs.fill(lane);
     __syncthreads();
     if (call.beside == 0u) {
         await_earlier_kernels();
@@ -305,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
         return;
     }
     grow_registers<GROUP_REGISTERS>();
-    const WarpGroup group(call.group, shared_address(room), warp, lane);
+    const WarpGroup group(call.group, places, shared_address(room), warp, lane);
     const u32 count = Work::count(call);
     u32 passes = 0;
     // The first turn is that of the first warpgroup.
@@ -325,15 +345,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
             free();
             continue;
         }
-        const WarpQueries queries = {call, room + QUERIES_AT, deltas, warp, lane};
+        const PlacedRow rows[2] = {group.loaded(0), group.loaded(1)};
+        const WarpQueries queries = {call, room + QUERIES_AT, constants, signs, warp, lane};
         if (call.query_type == ELEMENTS_F32) {
-            queries.move<u32>(work.item, work.kv_head, work.first, group.loaded, free);
+            queries.move<u32>(work.item, work.kv_head, work.first, rows, free);
         } else {
-            queries.move<u16>(work.item, work.kv_head, work.first, group.loaded, free);
+            queries.move<u16>(work.item, work.kv_head, work.first, rows, free);
         }
         shared_visible();
         group.sync();
-        group.attend(call, pipeline, work, deltas, passes);
+        group.attend(call, pipeline, work, constants, signs, passes);
     }
     // The last turn that was announced.
     if (group.number == 0) group.await_turn();

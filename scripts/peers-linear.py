@@ -14,7 +14,7 @@ import torch
 
 # Outputs and inputs.
 LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (8192, 28672), (5120, 13824)]
-ROWS = [1, 4, 8, 16, 256, 4096]
+ROWS = [1, 4, 8, 16, 256, 512, 4096]
 FOOTPRINT = 384 << 20
 CHECKED_OUTPUTS = 64
 REPLAYS = 9

@@ -61,6 +61,8 @@ struct AttendCall {
     u32* extremes;
     // Logits of the sinks [query head], in units of log2, where SINKS.
     const float* sinks;
+    // Tiles of a section of the KV heads as halves, [page][head of the section] (unpack_tiles.cu).
+    u8* halves;
     // Elements between the queries, and between the outputs, of consecutive sequences.
     u64 query_stride;
     u64 output_stride;
@@ -89,6 +91,9 @@ struct AttendCall {
     // (attend_run_pipelined.cu).
     u32 item_room;
     u32 row_parts;
+    // The KV heads of the launch, all or a section (attend_run_pipelined.cu).
+    u32 first_head;
+    u32 section_heads;
 };
 
 // One head's output over an item, and the base-2 log-sum-exp of its scores.

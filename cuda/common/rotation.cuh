@@ -1,4 +1,4 @@
-// Rotations of rows: `format::Rotation`, bit for bit. A warp holds a row, lane l the channels l, l + 32, …
+// Rotations of rows: `format::Rotation`, bit for bit. The lanes that hold a row share its channels as a layout says.
 //
 // forward y = H (s ⊙ x) / √ORDER, inverse x = s ⊙ (H y) / √ORDER, for blocks of ORDER channels; s are signs, or all 1
 //
@@ -25,6 +25,33 @@ constexpr float ROTATION_SCALE<1> = 1.0f;
 template <>
 constexpr float ROTATION_SCALE<2> = 0.70710678118654752f;
 
+// Layouts of a row: COUNT channels to a lane, the bits of a channel that are bits of the lane (`lane_bit`, 0 for those
+// of the element), and the bits of the element (`element_bit`).
+//
+// A warp holds a row, lane l the channels l, l + 32, …
+struct RowOfWarp {
+    static constexpr int COUNT = LANE_CHANNELS;
+    static __device__ constexpr int lane_bit(int half) { return half < 32 ? half : 0; }
+    static __device__ constexpr int element_bit(int half) { return half / 32; }
+    static __device__ __forceinline__ int channel(int i, int lane) { return lane + 32 * i; }
+};
+
+// Four lanes hold a row, each every fourth chunk of eight channels: lanes g, g + 8, g + 16 and g + 24.
+struct ChunksOfFour {
+    static constexpr int COUNT = HEAD_DIM / 4;
+    static __device__ constexpr int lane_bit(int half) { return half == 8 || half == 16 ? half : 0; }
+    static __device__ constexpr int element_bit(int half) { return half < 8 ? half : half / 4; }
+    static __device__ __forceinline__ int channel(int i, int lane) { return i / 8 * 32 + lane / 8 * 8 + i % 8; }
+};
+
+// Four neighbouring lanes hold a row, each every fourth pair of channels: the products of an MMA.
+struct PairsOfFour {
+    static constexpr int COUNT = HEAD_DIM / 4;
+    static __device__ constexpr int lane_bit(int half) { return half == 2 || half == 4 ? half / 2 : 0; }
+    static __device__ constexpr int element_bit(int half) { return half < 2 ? half : half / 4; }
+    static __device__ __forceinline__ int channel(int i, int lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+};
+
 __device__ __forceinline__ bool sign_flips(u32 seed, u32 channel) {
     u32 x = seed + 0x9e3779b9u * (channel + 1u);
     x = (x ^ x >> 16) * 0x7feb352du;
@@ -37,6 +64,27 @@ __device__ __forceinline__ void flip_signs(float (&row)[LANE_CHANNELS], u32 seed
     for (int i = 0; i < LANE_CHANNELS; i++) {
         if (sign_flips(seed, lane + 32 * i)) row[i] = -row[i];
     }
+}
+
+// The signs of a lane's channels, a bit each, for kernels that rotate many rows: word `word` of them.
+template <typename Layout>
+__device__ __forceinline__ u32 sign_bits(u32 seed, int word, int lane) {
+    u32 bits = 0u;
+    for (int i = 32 * word; i < min(32 * word + 32, Layout::COUNT); i++) {
+        bits |= (u32)sign_flips(seed, Layout::channel(i, lane)) << i % 32;
+    }
+    return bits;
+}
+
+__device__ __forceinline__ float flip_sign(float x, u32 bits, int i) {
+    return __uint_as_float(__float_as_uint(x) ^ (bits << (31 - i % 32) & 0x80000000u));
+}
+
+// The channel at a place of the blocks that channels were dealt to.
+template <int ORDER>
+__device__ __forceinline__ int dealt_channel(int place) {
+    constexpr int blocks = TENSOR_CHANNELS / ORDER;
+    return place < TENSOR_CHANNELS ? place % ORDER * blocks + place / ORDER : place;
 }
 
 // Fills every place with the channel that `source(place)` names.
@@ -59,10 +107,7 @@ __device__ __forceinline__ void permute_channels(float (&row)[LANE_CHANNELS], in
 template <int ORDER>
 __device__ __forceinline__ void deal(float (&row)[LANE_CHANNELS], int lane) {
     constexpr int blocks = TENSOR_CHANNELS / ORDER;
-    if constexpr (blocks > 1) {
-        permute_channels(row, lane,
-                         [](int place) { return place < TENSOR_CHANNELS ? place % ORDER * blocks + place / ORDER : place; });
-    }
+    if constexpr (blocks > 1) permute_channels(row, lane, dealt_channel<ORDER>);
 }
 
 template <int ORDER>
@@ -75,33 +120,34 @@ __device__ __forceinline__ void deal_back(float (&row)[LANE_CHANNELS], int lane)
     }
 }
 
-template <int ORDER>
-__device__ __forceinline__ void transform(float (&row)[LANE_CHANNELS], int lane) {
+template <int ORDER, typename Layout = RowOfWarp>
+__device__ __forceinline__ void transform(float (&row)[Layout::COUNT], int lane) {
     // Bits of 2^-50: smaller elements count as 0.
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) {
+    for (int i = 0; i < Layout::COUNT; i++) {
         const bool small = (__float_as_uint(row[i]) & 0x7fffffffu) < 0x26800000u;
         row[i] = small ? 0.0f : __fmul_rn(row[i], ROTATION_SCALE<ORDER>);
     }
-    // Channels of other lanes, then those of the lane itself.
 #pragma unroll
-    for (int half = 1; half < ORDER && half < 32; half *= 2) {
-        const float sign = lane & half ? -1.0f : 1.0f;
+    for (int half = 1; half < ORDER; half *= 2) {
+        const int of_lane = Layout::lane_bit(half);
+        if (of_lane != 0) {
+            const float sign = lane & of_lane ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) {
-            const float other = __shfl_xor_sync(ALL_LANES, row[i], half);
-            row[i] = __fadd_rn(other, sign * row[i]);
+            for (int i = 0; i < Layout::COUNT; i++) {
+                const float other = __shfl_xor_sync(ALL_LANES, row[i], of_lane);
+                row[i] = __fadd_rn(other, sign * row[i]);
+            }
+            continue;
         }
-    }
+        const int bit = Layout::element_bit(half);
 #pragma unroll
-    for (int half = 32; half < ORDER; half *= 2) {
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) {
-            if (i & half / 32) continue;
+        for (int i = 0; i < Layout::COUNT; i++) {
+            if (i & bit) continue;
             const float low = row[i];
-            const float high = row[i + half / 32];
+            const float high = row[i + bit];
             row[i] = __fadd_rn(low, high);
-            row[i + half / 32] = __fsub_rn(low, high);
+            row[i + bit] = __fsub_rn(low, high);
         }
     }
 }

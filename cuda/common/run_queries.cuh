@@ -7,7 +7,8 @@
 
 #include "common/attend_call.cuh"
 #include "common/rotation.cuh"
-#include "common/tile_halves.cuh"
+#include "common/run_softmax.cuh"
+#include "common/unit_halves.cuh"
 
 // Rows of a warp, and of a block.
 constexpr int WARP_ROWS = 16;
@@ -25,12 +26,6 @@ static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie w
 // Rows that a warp prepares, and rows that it prepares at once, so that their loads and sums overlap.
 constexpr int PREPARED_ROWS = ROWS / WARPS;
 constexpr int ROWS_AT_ONCE = PREPARED_ROWS < 8 ? PREPARED_ROWS : 8;
-
-// Turns the products of a row into scores: score = products · delta + base.
-struct RowConstants {
-    float delta;
-    float base;
-};
 
 // The query of a row of the block, and its head.
 struct BlockRow {

@@ -1,18 +1,21 @@
 // The rows of attend_run_pipelined.cu: queries into shared memory, and outputs from registers.
 //
 // A row is a query and a query head. Four warps have 64 of them, each 16. Queries are halves: f16 as it is, other types
-// times a power of two.
+// times a power of two. Where keys are packed, queries are rotated like them, and multiplied by the scales of the span.
+// Where values are packed, outputs are rotated back.
 
 #pragma once
 
 #include "common/attend_call.cuh"
+#include "common/halves.cuh"
+#include "common/reduce.cuh"
+#include "common/rotation.cuh"
+#include "common/run_softmax.cuh"
 #include "common/warpgroup.cuh"
 
 constexpr int WARP_ROWS = 16;
 constexpr int GROUP_ROWS = 64;
 constexpr int ROWS = WARPS * WARP_ROWS;
-// Steps of 16 channels, which one product takes.
-constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
 // The queries of four warps as matrices: [16 channels][8 rows][8 channels].
 constexpr u32 GROUP_QUERY_BYTES = GROUP_ROWS * HEAD_DIM * 2;
 
@@ -24,9 +27,36 @@ using RowValues = float[2 * CHANNEL_STEPS][4];
 struct PlacedRow {
     u32 both;
 
+    PlacedRow() = default;
     __device__ __forceinline__ PlacedRow(u32 row, u32 group) : both(row / group | row % group << 16) {}
     __device__ __forceinline__ u32 query() const { return both & 0xffffu; }
     __device__ __forceinline__ u32 head() const { return both >> 16; }
+};
+
+// Loads of ranges behind it do not begin before it: all at once they would not fit the registers.
+__device__ __forceinline__ void keep_loads_behind() { __syncwarp(); }
+
+// The signs of rotations, for the channels that a lane has of a query and of an output: [32 channels][lane].
+struct RowSigns {
+    static constexpr int WORDS = (HEAD_DIM / 4 + 31) / 32;
+
+    u32 keys[WORDS][32];
+    u32 values[WORDS][32];
+
+    // By one warp, before a barrier of the block.
+    __device__ __forceinline__ void fill(int lane) {
+#pragma unroll
+        for (int word = 0; word < WORDS; word++) {
+            if (ROTATION_SIGNED<false>) keys[word][lane] = sign_bits<ChunksOfFour>(ROTATION_SEED<false>, word, lane);
+            if (ROTATION_SIGNED<true>) values[word][lane] = sign_bits<PairsOfFour>(ROTATION_SEED<true>, word, lane);
+        }
+    }
+
+    template <int COUNT>
+    static __device__ __forceinline__ void flip(float (&row)[COUNT], const u32 (&signs)[WORDS][32], int lane) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) row[i] = flip_sign(row[i], signs[i / 32][lane], i);
+    }
 };
 
 // Eight elements of a row, as their type has them: u32 for f32, u16 for f16 and bf16.
@@ -56,6 +86,17 @@ struct EightElements {
         }
     }
 
+    // Those of eight places that channels were dealt to.
+    __device__ __forceinline__ void load_dealt(const Bits* row, int place) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) words[i] = 0u;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int channel = dealt_channel<ROTATION_ORDER<false> + !ROTATION_ORDER<false>>(place + i);
+            if (channel < TENSOR_CHANNELS) words[i * WORDS / 8] |= (u32)row[channel] << (WORDS == 4 ? 16 * (i % 2) : 0);
+        }
+    }
+
     __device__ __forceinline__ float at(int i, u32 type) const {
         if (WORDS == 8) return __uint_as_float(words[i % WORDS]);
         return element_value(type, words[i / 2] >> 16 * (i % 2) & 0xffffu);
@@ -77,8 +118,8 @@ struct WarpQueries {
 
     const AttendCall& call;
     u8* queries;
-    // What turns products of a row into scores.
-    float* deltas;
+    RowConstants* constants;
+    const RowSigns& signs;
     int warp;
     int lane;
 
@@ -88,7 +129,7 @@ struct WarpQueries {
     __device__ __forceinline__ void move(const Item& item, u32 kv_head, u32 first, const PlacedRow (&rows)[2], Free free) const {
         const bool aligned = (((u64)call.queries | call.query_stride * sizeof(Bits)) & 15u) == 0u;
         // As many rows of a lane as registers have room for.
-        constexpr int at_once = HEAD_DIM * sizeof(Bits) <= 512 ? 2 : 1;
+        constexpr int at_once = HEAD_DIM * sizeof(Bits) <= (KEY_BITS == 16 ? 512 : 256) ? 2 : 1;
 #pragma unroll
         for (int h = 0; h < 2; h += at_once) {
             EightElements<Bits> of[at_once][LANE_CHUNKS];
@@ -100,39 +141,136 @@ struct WarpQueries {
 #pragma unroll
                 for (int i = 0; i < LANE_CHUNKS; i++) {
                     const int channel = 8 * (4 * i + lane / 8);
-                    of[k][i].load(from + channel, channel < TENSOR_CHANNELS, aligned);
+                    if constexpr (ROTATION_DEALT<false>) {
+                        of[k][i].load_dealt(from, channel);
+                    } else {
+                        of[k][i].load(from + channel, channel < TENSOR_CHANNELS, aligned);
+                    }
                 }
             }
             if (h == 0) free();
 #pragma unroll
-            for (int k = 0; k < at_once; k++) put(of[k], warp * WARP_ROWS + 8 * (h + k) + lane % 8);
+            for (int k = 0; k < at_once; k++) {
+                const int row = warp * WARP_ROWS + 8 * (h + k) + lane % 8;
+                if constexpr (KEY_BITS == 16) {
+                    put(of[k], row);
+                } else {
+                    put_for_codes(of[k], call.key_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM, row);
+                }
+            }
         }
     }
+
+    // The type of elements of so many bits.
+    template <typename Bits>
+    __device__ __forceinline__ u32 type() const {
+        return sizeof(Bits) == 4 ? ELEMENTS_F32 : call.query_type;
+    }
+
+    // Where the lane's chunk `i` of a row lies among the matrices: it is chunk 4 i + lane / 8 of the row.
+    __device__ __forceinline__ uint4* place(int row, int i) const {
+        const int of_lane = lane / 16 * (GROUP_ROWS * 32) + lane / 8 % 2 * MATRIX_BYTES;
+        const int of_row = row / GROUP_ROWS * GROUP_QUERY_BYTES + row % GROUP_ROWS / 8 * 256 + row % 8 * 16;
+        return (uint4*)(queries + of_row + of_lane + i * (2 * GROUP_ROWS * 32));
+    }
+
+    // The power of two that makes halves up to 2^15 of a row, whose largest element of the lane is given. The range of
+    // exponents leaves room for the inverse.
+    static __device__ __forceinline__ u32 exponent_of(float largest) {
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 8));
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 16));
+        return min(max(__float_as_uint(largest) >> 23, 40u), 240u) - 14u;
+    }
+
+    static __device__ __forceinline__ float factor(u32 exponent) { return __uint_as_float((254u - exponent) << 23); }
 
     // Stores the lane's part of a row as matrices.
     template <typename Bits>
     __device__ __forceinline__ void put(const EightElements<Bits> (&of)[LANE_CHUNKS], int row) const {
-        const u32 type = sizeof(Bits) == 4 ? ELEMENTS_F32 : call.query_type;
-        u8* const to = queries + row / GROUP_ROWS * GROUP_QUERY_BYTES + row % GROUP_ROWS / 8 * 256 + row % 8 * 16;
-        // Other types than f16 become halves up to 2^15. The range leaves room for the inverse.
         u32 exponent = 127u;
-        if (type != ELEMENTS_F16) {
+        if (type<Bits>() != ELEMENTS_F16) {
             float largest = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 8 * LANE_CHUNKS; i++) largest = fmaxf(largest, fabsf(of[i / 8].at(i % 8, type)));
-            largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 8));
-            largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 16));
-            exponent = min(max(__float_as_uint(largest) >> 23, 40u), 240u) - 14u;
+            for (int i = 0; i < 8 * LANE_CHUNKS; i++) largest = fmaxf(largest, fabsf(of[i / 8].at(i % 8, type<Bits>())));
+            exponent = exponent_of(largest);
         }
-        const float factor = __uint_as_float((254u - exponent) << 23);
+#pragma unroll
+        for (int i = 0; i < LANE_CHUNKS; i++) *place(row, i) = of[i].halves(type<Bits>(), factor(exponent));
+        if (lane < 8) constants[row] = {__uint_as_float(exponent << 23) * call.score_scale, 0.0f};
+    }
+
+    // The same for packed keys, whose ranges over the span are given.
+    template <typename Bits>
+    __device__ __forceinline__ void put_for_codes(const EightElements<Bits> (&of)[LANE_CHUNKS], const float2* ranges,
+                                                  int row) const {
+        float x[8 * LANE_CHUNKS];
+#pragma unroll
+        for (int i = 0; i < 8 * LANE_CHUNKS; i++) x[i] = of[i / 8].at(i % 8, type<Bits>());
+        if constexpr (ROTATION_ORDER<false> != 0) {
+            if constexpr (ROTATION_SIGNED<false>) RowSigns::flip(x, signs.keys, lane);
+            transform<ROTATION_ORDER<false>, ChunksOfFour>(x, lane);
+        }
+        float base = 0.0f;
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8 * LANE_CHUNKS; i++) {
+            if (KEY_SPAN_RANGES) {
+                if (i % 16 == 0) keep_loads_behind();
+                const float2 range = ranges[ChunksOfFour::channel(i, lane)];
+                base = __fmaf_rn(x[i], __fmaf_rn(KEY_CENTRE, range.x, range.y), base);
+                x[i] *= range.x;
+            }
+            largest = fmaxf(largest, fabsf(x[i]));
+        }
+        if (KEY_SPAN_RANGES) {
+            base += __shfl_xor_sync(ALL_LANES, base, 8);
+            base = (base + __shfl_xor_sync(ALL_LANES, base, 16)) * call.score_scale;
+        }
+        const u32 exponent = exponent_of(largest);
 #pragma unroll
         for (int i = 0; i < LANE_CHUNKS; i++) {
-            const int chunk = 4 * i + lane / 8;
-            *(uint4*)(to + chunk / 2 * (GROUP_ROWS * 32) + chunk % 2 * MATRIX_BYTES) = of[i].halves(type, factor);
+            u32 even[2], odd[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float* const four = x + 8 * i + 4 * k;
+                even[k] = half_pair(four[0] * factor(exponent), four[2] * factor(exponent));
+                odd[k] = half_pair(four[1] * factor(exponent), four[3] * factor(exponent));
+            }
+            // Lanes l and l + 8 have 16 channels. One takes the even channels of both, the other the odd ones.
+            const bool takes_odd = lane & 8;
+            const u32 other[2] = {__shfl_xor_sync(ALL_LANES, takes_odd ? even[0] : odd[0], 8),
+                                  __shfl_xor_sync(ALL_LANES, takes_odd ? even[1] : odd[1], 8)};
+            *place(row, i) = takes_odd ? uint4{other[0], other[1], odd[0], odd[1]}
+                                       : uint4{even[0], even[1], other[0], other[1]};
         }
-        if (lane < 8) deltas[row] = __uint_as_float(exponent << 23) * call.score_scale;
+        if (lane < 8) {
+            const float unit = halves_unit(KEY_LEVEL_UNIT) * call.score_scale;
+            constants[row] = {__uint_as_float(exponent << 23) * unit, base};
+        }
     }
 };
+
+// From the sums of a lane's row `h` to means of values, whose ranges over the span are given: times `factor`, and rotated
+// back.
+__device__ __forceinline__ void to_values(RowValues& sums, int h, float factor, const float2* ranges, const RowSigns& signs,
+                                          int lane) {
+    float row[PairsOfFour::COUNT];
+#pragma unroll
+    for (int i = 0; i < PairsOfFour::COUNT; i++) {
+        row[i] = sums[i / 2][2 * h + i % 2] * (factor * halves_unit(VALUE_LEVEL_UNIT));
+        if (VALUE_SPAN_RANGES) {
+            if (i % 16 == 0) keep_loads_behind();
+            const float2 range = ranges[PairsOfFour::channel(i, lane)];
+            row[i] = __fmaf_rn(range.x, row[i] + VALUE_CENTRE, range.y);
+        }
+    }
+    if constexpr (ROTATION_ORDER<true> != 0) {
+        transform<ROTATION_ORDER<true>, PairsOfFour>(row, lane);
+        if constexpr (ROTATION_SIGNED<true>) RowSigns::flip(row, signs.values, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < PairsOfFour::COUNT; i++) sums[i / 2][2 * h + i % 2] = row[i];
+}
 
 // Where a lane writes its part of a row: an output, or a state in single precision.
 struct RowTarget {
@@ -147,6 +285,14 @@ struct RowTarget {
     // sectors of 32 bytes.
     __device__ __forceinline__ void write(const RowValues& sums, int h, float factor, int lane) const {
         const int c = lane & 3;
+        if constexpr (ROTATION_DEALT<true>) {
+#pragma unroll
+            for (int i = 0; i < PairsOfFour::COUNT; i++) {
+                const int channel = dealt_channel<ROTATION_ORDER<true> + !ROTATION_ORDER<true>>(PairsOfFour::channel(i, lane));
+                if (exists && channel < channels) store_element(to, type, channel, sums[i / 2][2 * h + i % 2] * factor);
+            }
+            return;
+        }
         if (type == ELEMENTS_F32) {
 #pragma unroll
             for (int n = 0; n < 2 * CHANNEL_STEPS; n++) {

@@ -13,6 +13,12 @@ constexpr float NO_SCORE = -1e30f;
 constexpr float MOST_WEIGHT = 15.0f;
 constexpr float START_WEIGHT = 6.0f;
 
+// Turns the products of a row into scores: score = products · delta + base.
+struct RowConstants {
+    float delta;
+    float base;
+};
+
 // The largest over the four lanes that hold the same rows, and the sum.
 __device__ __forceinline__ float max_of_quad(float x) {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));

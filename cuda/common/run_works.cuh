@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/attend_call.cuh"
+#include "common/halves.cuh"
 #include "common/run_rows.cuh"
 
 constexpr int GROUPS = WARPS / 4;
@@ -65,7 +66,7 @@ struct Work {
 
     __device__ __forceinline__ Work(const AttendCall& call, u32 number)
         : item(call.items[number % (call.item_room * call.row_parts) / call.row_parts]),
-          kv_head(number / (call.item_room * call.row_parts)),
+          kv_head(call.first_head + number / (call.item_room * call.row_parts)),
           first(number % call.row_parts * (ROWS / call.group)) {
         const int queries = (int)item.queries;
         const int last = min((int)first + ROWS / (int)call.group, queries) - 1;
@@ -75,7 +76,7 @@ struct Work {
     }
 
     static __device__ __forceinline__ u32 count(const AttendCall& call) {
-        return call.item_room * call.row_parts * call.kv_heads;
+        return call.item_room * call.row_parts * call.section_heads;
     }
 
     // One after the last token that a query sees, and the first one.
@@ -94,9 +95,13 @@ __device__ __forceinline__ void copy_passes(const AttendCall& call, const Pipeli
                                             u32& keys, u32& values) {
     const u64* const pages = call.pages + work.item.first_page;
     const u64 head_at = (u64)work.kv_head * HEAD_BYTES;
-    const auto pass_at = [&](int pass) {
-        return (const u8*)(pages[pass / TILE_PASSES] + head_at) + pass % TILE_PASSES * PASS_BYTES;
+    const u32 of_section = work.kv_head - call.first_head;
+    const auto tile_at = [&](u32 tile) {
+        if (!UNPACKS) return (const u8*)(pages[tile] + head_at);
+        const u64 place = (u64)(work.item.first_page + tile) * call.section_heads + of_section;
+        return (const u8*)call.halves + place * (2 * TILE_HALVES_BYTES);
     };
+    const auto pass_at = [&](int pass) { return tile_at(pass / TILE_PASSES) + pass % TILE_PASSES * PASS_BYTES; };
     const auto copy = [&](u32 to, const u8* from, u32 full, u32 empty, u32& count) {
         const u32 stage = count % STAGES;
         barrier_wait(empty + 8 * stage, count / STAGES & 1 ^ 1);
@@ -108,7 +113,7 @@ __device__ __forceinline__ void copy_passes(const AttendCall& call, const Pipeli
     for (int pass = work.end_pass - 1; pass >= work.first_pass - 1; pass--) {
         if (pass >= work.first_pass) copy(room, pass_at(pass), pipeline.keys_full, pipeline.keys_empty, keys);
         if (pass + 1 < work.end_pass) {
-            copy(room + PASS_VALUES_AT, pass_at(pass + 1) + VALUES_AT, pipeline.values_full, pipeline.values_empty, values);
+            copy(room + PASS_VALUES_AT, pass_at(pass + 1) + TILE_HALVES_BYTES, pipeline.values_full, pipeline.values_empty, values);
         }
     }
 }

@@ -1,56 +1,19 @@
-// Packed tiles as halves in the order of f16 tiles, for kernels that read a tile often.
+// Unpacks packed tiles to halves (common/halves.cuh), for kernels that read a tile often.
 //
-//   ranges of the tile:      half = minimum + scale · code, rounded once (scales and minimums are halves)
-//   ranges of the span:      half = code − CENTRE, exactly; scales and minimums are for the reader
-//   levels of a codebook:    half = norm · (step + ½) / 128, rounded once (norms are halves); units are for the reader
+// A target takes blocks of 16 tokens by 16 channels as A fragments: of keys, whose rows are tokens, `put_keys(m, f,
+// words, lane)`, and of values, whose rows are channels, `put_values(m, n, words, lane)`. In packed keys channel 4 c + e
+// of 16 is element 2 c + (e >> 1) of an MMA, in the upper half for odd e; queries are in the same order
+// (`channel_place`).
 //
-// Keys: loads [16 tokens][16 channels], as common/tile.cuh has them, where channel 4 c + e of 16 is element 2 c + (e >>
-// 1) of an MMA, in the upper half for odd e; queries are in the same order (`channel_place`). Values:
-// [16 tokens][16 channels].
-//
-// The warps of a block take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A
-// pair of elements takes a shift, a mask that also places the codes into the mantissas of 1024 + code, a subtraction
-// and a multiply-add.
+// Warps take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A pair of elements
+// takes a shift, a mask that also places the codes into the mantissas of 1024 + code, a subtraction and a multiply-add.
 
 #pragma once
 
 #include "common/pairs.cuh"
 #include "common/attend_call.cuh"
+#include "common/halves.cuh"
 #include "common/level_bytes.cuh"
-
-// False if tiles are read directly: f16 tiles are multiplied in place.
-constexpr bool UNPACKS = KEY_BITS != 16 || VALUE_BITS != 16;
-// Steps of 16 channels, which one MMA multiplies.
-constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
-// Tokens that are unpacked together. With WARPGROUPS a warpgroup multiplies 64 of them at a time, and TOKEN_PARTS
-// warpgroups share their rows. Otherwise blocks have more rows, whose queries need the room.
-constexpr int UNIT_TOKENS = WARPGROUPS ? 64 * TOKEN_PARTS : TILE_TOKENS;
-constexpr int TILE_UNITS = TILE_TOKENS / UNIT_TOKENS;
-// Keys and values of one unit.
-constexpr u32 HALVES_BYTES = 2 * UNIT_TOKENS * HEAD_DIM * 2;
-// Two units of halves precede the ring. With WARPGROUPS the queries lie between them and the ring, otherwise in the
-// place of the second unit, or in the last stage.
-constexpr u32 GROUP_QUERY_BYTES = WARPGROUPS ? WARPS * 16 / TOKEN_PARTS * HEAD_DIM * 2 : 0;
-constexpr u32 RING_AT = UNPACKS ? 2 * HALVES_BYTES + GROUP_QUERY_BYTES : 0;
-constexpr bool RING_HOLDS_QUERIES = !UNPACKS;
-constexpr u32 QUERIES_AT = WARPGROUPS ? 2 * HALVES_BYTES : UNPACKS ? HALVES_BYTES : (STAGES - 1) * STAGE_BYTES;
-constexpr u32 QUERY_ROOM = WARPGROUPS ? GROUP_QUERY_BYTES : UNPACKS ? HALVES_BYTES : STAGE_BYTES;
-
-// The code that counts as 0 in products.
-constexpr float KEY_CENTRE = KEY_BITS == 16 ? 0.0f : (float)(1 << (KEY_BITS % 16 - (KEY_BITS < 16)));
-constexpr float VALUE_CENTRE = VALUE_BITS == 16 ? 0.0f : (float)(1 << (VALUE_BITS % 16 - (VALUE_BITS < 16)));
-
-// The place of channel c of 16 in a fragment: the lane's column, the pair of words, and the half.
-struct ChannelPlace {
-    int column;
-    int second;
-    int high;
-};
-
-__device__ __forceinline__ ChannelPlace channel_place(int c) {
-    if (KEY_BITS == 16) return {c / 2 % 4, c / 8, c % 2};
-    return {c / 4, c % 2, c / 2 % 2};
-}
 
 // The half 1024, twice. Adding a code below 1024 to its bits adds the code to the half.
 constexpr u32 CODE_START = 0x64006400u;
@@ -63,11 +26,6 @@ __device__ __forceinline__ u32 code_halves(u32 codes, u32 centre) {
 // Whether codes stand for levels, or for the two levels of 1 bit, which are −½ and ½.
 constexpr bool KEY_CODEBOOK = KEY_LEVEL_UNIT != 0;
 constexpr bool VALUE_CODEBOOK = VALUE_LEVEL_UNIT != 0;
-
-// The factor of halves of a codebook.
-__device__ __forceinline__ float halves_unit(u32 level_unit) {
-    return level_unit == 0 ? 1.0f : 128.0f * __uint_as_float(level_unit);
-}
 
 // The levels of one plane of a word's codes as signed bytes: a level is (byte + ½) · unit.
 template <int BITS>
@@ -135,49 +93,15 @@ __device__ __forceinline__ RangePair value_range_pair(u32 ranges, int token, int
     }
 }
 
-// Stores an A fragment as two B fragments: for lanes that read theirs, or as matrices for warpgroups.
-__device__ __forceinline__ void store_fragments(u32 to, const u32 (&words)[4], int lane) {
-#if WARPGROUPS
-    store_matrices(to + lane * 16, words[0], words[2], words[1], words[3]);
-#else
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + lane * 16), "r"(words[0]), "r"(words[2]), "r"(words[1]),
-                 "r"(words[3])
-                 : "memory");
-#endif
-}
-
-// Two B fragments of eight tokens of keys, or of eight channels of values, each.
-struct FragmentPair {
-    u32 first[2];
-    u32 second[2];
-};
-
-// Of 16 tokens, which begin at `from`, those of step f of the channels.
-template <bool VALUE>
-__device__ __forceinline__ FragmentPair load_fragments(u32 from, int f, int lane) {
-    if constexpr (UNPACKS) {
-        const uint4 words = load_shared_16(from + f * LOAD_BYTES + lane * 16);
-        return {{words.x, words.y}, {words.z, words.w}};
-    } else {
-        const uint4 words = VALUE ? load_value_halves(from, f, lane) : load_key_halves(from, f, lane);
-        return {{words.x, words.z}, {words.y, words.w}};
-    }
-}
-
-// The place of 16 tokens by 16 channels of keys in a unit. `m` counts within the tile.
-__device__ __forceinline__ u32 keys_at(int m, int f) {
-    constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
-    return (WARPGROUPS ? f * steps + m % steps : m * CHANNEL_STEPS + f) * LOAD_BYTES;
-}
-
 // Unpacks keys of 16 tokens, every `step`-th block of channels from `first` on. Loads of keys are at `from`.
-__device__ __forceinline__ void unpack_keys(u32 to, u32 from, u32 ranges, int m, int first, int step, int lane) {
+template <typename Halves>
+__device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 ranges, int m, int first, int step, int lane) {
     if constexpr (KEY_BITS == 16) {
 #pragma unroll 1
         for (int f = first; f < CHANNEL_STEPS; f += step) {
             const uint4 load = load_key_halves(from + m * (CHANNEL_STEPS * LOAD_BYTES), f, lane);
             const u32 words[4] = {load.x, load.y, load.z, load.w};
-            store_fragments(to + keys_at(m, f), words, lane);
+            to.put_keys(m, f, words, lane);
         }
         return;
     }
@@ -220,18 +144,14 @@ __device__ __forceinline__ void unpack_keys(u32 to, u32 from, u32 ranges, int m,
                     words[r] = multiply_add_pair(code_halves(words[r], 0u), range.scales, range.minimums);
                 }
             }
-            store_fragments(to + keys_at(m, 2 * f + half), words, lane);
+            to.put_keys(m, 2 * f + half, words, lane);
         }
     }
 }
 
-// The place of 16 tokens by 16 channels of values in a unit. `m` counts within the tile.
-__device__ __forceinline__ u32 values_at(int m, int n) {
-    return (m % (UNIT_TOKENS / BLOCK_TOKENS) * CHANNEL_STEPS + n) * LOAD_BYTES;
-}
-
 // Unpacks values of 32 tokens, every `step`-th block of 16 channels from `first` on. Loads of values are at `from`.
-__device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int run, int first, int step, int lane) {
+template <typename Halves>
+__device__ __forceinline__ void unpack_values(const Halves& to, u32 from, u32 ranges, int run, int first, int step, int lane) {
     const int g = lane >> 2;
     const int c = lane & 3;
     const auto token = [&](int half, int r) { return 32 * run + 16 * half + 8 * (r / 2) + 2 * c; };
@@ -247,7 +167,7 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int 
             for (int half = 0; half < 2; half++) {
                 const uint4 load = load_value_halves(from + (2 * run + half) * (VALUE_BLOCKS * LOAD_BYTES), n, lane);
                 const u32 words[4] = {load.x, load.y, load.z, load.w};
-                store_fragments(to + values_at(2 * run + half, n), words, lane);
+                to.put_values(2 * run + half, n, words, lane);
             }
             continue;
         }
@@ -283,19 +203,7 @@ __device__ __forceinline__ void unpack_values(u32 to, u32 from, u32 ranges, int 
                     words[r] = multiply_add_pair(code_halves(codes, 0u), range.scales, range.minimums);
                 }
             }
-            store_fragments(to + values_at(2 * run + half, n), words, lane);
+            to.put_values(2 * run + half, n, words, lane);
         }
     }
-}
-
-// Unpacks unit `unit` of the tile in stage `stage` to halves at `to`, with all warps of the block.
-__device__ __forceinline__ void unpack_unit(u32 to, u32 stage, int unit, int warp, int lane) {
-    constexpr int steps = UNIT_TOKENS / BLOCK_TOKENS;
-    constexpr int runs = UNIT_TOKENS / 32;
-    static_assert(WARPS % steps == 0 && WARPS % runs == 0, "a warp stays with its tokens");
-    unpack_keys(to, stage, stage + KEY_RANGES_AT, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
-    unpack_values(to + HALVES_BYTES / 2, stage + VALUES_AT, stage + VALUE_RANGES_AT, unit * runs + warp % runs, warp / runs,
-                  WARPS / runs, lane);
-    // The tensor cores read the halves asynchronously.
-    if (WARPGROUPS) shared_visible();
 }

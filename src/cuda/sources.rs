@@ -25,6 +25,7 @@ files![
     "common/codebook.cuh",
     "common/elements.cuh",
     "common/exchange.cuh",
+    "common/halves.cuh",
     "common/ordered.cuh",
     "common/level_bytes.cuh",
     "common/logits.cuh",
@@ -48,6 +49,7 @@ files![
     "common/tile.cuh",
     "common/tile_halves.cuh",
     "common/tile_ring.cuh",
+    "common/unit_halves.cuh",
     "common/values.cuh",
     "common/values_grouped.cuh",
     "common/warpgroup.cuh",
@@ -88,6 +90,7 @@ files![
     "select/top_k.cu",
     "uncentre_keys.cu",
     "uncentre_lse.cu",
+    "unpack_tiles.cu",
 ];
 
 #[cfg(test)]

@@ -56,12 +56,7 @@ constexpr u32 EIGHTS = ROW_TILE == 128 ? OUTPUT_TILE / 8 : OUTPUT_TILE / 16;
 constexpr u32 FOURS = EIGHTS / 4;
 
 // Chunks of a step that a producer dequantises.
-constexpr u32 OUTPUTS_AT_ONCE = PRODUCERS / 4;
-constexpr u32 OWN = OUTPUT_TILE / OUTPUTS_AT_ONCE;
-// From one of them to the next, in chunks and in scales.
-constexpr u32 OWN_CHUNKS = OUTPUTS_AT_ONCE * CHUNKS;
-constexpr u32 OWN_SCALES = OUTPUTS_AT_ONCE * GROUPS;
-constexpr bool WHOLE_TILES = OUTPUTS % (OUTPUT_TILE * SHARE) == 0;
+constexpr u32 OWN = OUTPUT_TILE / 32;
 
 __device__ __forceinline__ u32 x_full(u32 base, u32 slot) { return base + BARRIERS_AT + 8 * slot; }
 __device__ __forceinline__ u32 x_empty(u32 base, u32 slot) { return base + BARRIERS_AT + 8 * (X_SLOTS + slot); }
@@ -83,8 +78,6 @@ struct Place {
 // The steps of all tiles of a block, one after the other.
 struct Walk {
     u32 tile, step, tiles, first_step, last_step;
-    // First row and first output of the tile.
-    u32 row, output;
 
     __device__ __forceinline__ explicit Walk(u32 rows) {
         const u32 rank = SPLIT > 1 ? cluster_rank() : 0;
@@ -93,26 +86,21 @@ struct Walk {
         first_step = rank * ALL_STEPS / SPLIT;
         last_step = (rank + 1) * ALL_STEPS / SPLIT;
         step = first_step;
-        find();
     }
 
     __device__ __forceinline__ bool exists() const { return tile < tiles; }
 
     __device__ __forceinline__ void advance() {
-        if (++step == last_step) next_tile();
+        if (++step == last_step) step = first_step, tile += gridDim.x / (SHARE * SPLIT);
     }
 
-    __device__ __forceinline__ void next_tile() {
-        step = first_step, tile += gridDim.x / (SHARE * SPLIT);
-        if (exists()) find();
-    }
-
-    __device__ __forceinline__ void find() {
+    // First row and first output of the tile.
+    __device__ __forceinline__ uint2 first() const {
         constexpr u32 OF_BAND = BAND * CLUSTER_COLUMNS;
         const u32 band = tile / OF_BAND, at = tile % OF_BAND;
         const u32 rows = min(tiles / CLUSTER_COLUMNS - band * BAND, BAND);
-        row = (band * BAND + at % rows) * ROW_TILE;
-        output = (at / rows * SHARE + (SHARE > 1 ? cluster_rank() : 0)) * OUTPUT_TILE;
+        const u32 column = at / rows * SHARE + (SHARE > 1 ? cluster_rank() : 0);
+        return {(band * BAND + at % rows) * ROW_TILE, column * OUTPUT_TILE};
     }
 };
 
@@ -122,23 +110,15 @@ struct HeldChunk {
     u32 half;
 };
 
-// The chunks of a step that a thread dequantises: of the outputs `n`, n + 32, … of the tile.
-__device__ __forceinline__ HeldChunk load_held(const TilesCall& call, const Walk& walk, u32 n, u32 t, u32 own) {
-    const u32 chunk = min(4 * (walk.step % STEPS) + t, CHUNKS - 1u);
-    size_t codes_at, scales_at;
-    if constexpr (WHOLE_TILES) {
-        codes_at = chunk_at(walk.output + n, chunk) + own * OWN_CHUNKS;
-        scales_at = scale_at(walk.output + n, chunk / GROUP_CHUNKS) + own * OWN_SCALES;
-    } else {
-        const size_t output = min(walk.output + n + own * OUTPUTS_AT_ONCE, OUTPUTS - 1u);
-        codes_at = chunk_at(output, chunk), scales_at = scale_at(output, chunk / GROUP_CHUNKS);
-    }
+__device__ __forceinline__ HeldChunk load_held(const TilesCall& call, size_t output, u32 chunk) {
     HeldChunk held;
-    held.codes = load_chunk(call.codes, codes_at);
+    chunk = min(chunk, CHUNKS - 1u);
+    held.codes = load_chunk(call.codes, chunk_at(output, chunk));
+    const size_t group = scale_at(output, chunk / GROUP_CHUNKS);
     if constexpr (SINGLE_SCALES) {
-        held.single = __ldg(reinterpret_cast<const float2*>(call.scales) + scales_at);
+        held.single = __ldg(reinterpret_cast<const float2*>(call.scales) + group);
     } else {
-        held.half = __ldg(reinterpret_cast<const u32*>(call.scales) + scales_at);
+        held.half = __ldg(reinterpret_cast<const u32*>(call.scales) + group);
     }
     return held;
 }
@@ -147,7 +127,7 @@ __device__ __forceinline__ HeldChunk load_held(const TilesCall& call, const Walk
 __device__ __forceinline__ void copy_inputs(const TilesCall& call, u32 base, const Walk& walk,
                                             const Place<X_SLOTS>& at) {
     barrier_wait(x_empty(base, at.slot), at.parity ^ 1);
-    const u32 full = x_full(base, at.slot), to = base + X_AT + at.slot * (2 * X_BLOCK), row = walk.row;
+    const u32 full = x_full(base, at.slot), to = base + X_AT + at.slot * (2 * X_BLOCK), row = walk.first().x;
     barrier_expect(full, 2 * X_BLOCK);
 #pragma unroll
     for (u32 block = 0; block < 2; block++) {
@@ -161,27 +141,15 @@ __device__ __forceinline__ void copy_inputs(const TilesCall& call, u32 base, con
     }
 }
 
-// Where the octets of a thread's chunks lie in a slot.
-struct Octets {
-    u32 at[4];
-
-    __device__ __forceinline__ Octets(u32 n, u32 t) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 octet = octet_at(t, i);
-            at[i] = octet / 8 * W_BLOCK + n * 128 + ((octet % 8 ^ n % 8) << 4);
-        }
-    }
-};
-
-// Dequantises a chunk to an address of each octet.
-__device__ __forceinline__ void put_chunk(const u32 (&to)[4], u32 own, const HeldChunk& held, bool exists) {
+// Dequantises a chunk into a slot. `n` is its output in the tile.
+__device__ __forceinline__ void put_chunk(u32 slot, const HeldChunk& held, u32 n, u32 t, bool exists) {
     const float2 scale = SINGLE_SCALES ? held.single : floats_of(held.half);
 #pragma unroll
     for (int octet = 0; octet < 4; octet++) {
         uint4 weights = rounded_octet(held.codes, octet, scale);
         if (CHUNKS % 4 != 0 && !exists) weights = {};
-        store_shared(to[octet] + own * (OUTPUTS_AT_ONCE * 128), weights);
+        const u32 at = octet_at(t, octet);
+        store_shared(slot + at / 8 * W_BLOCK + n * 128 + ((at % 8 ^ n % 8) << 4), weights);
     }
 }
 
@@ -190,10 +158,13 @@ __device__ __forceinline__ void produce(const TilesCall& call, u32 base) {
     // Eight neighbouring lanes have two outputs four apart, so that they write to different banks.
     const u32 n = 8 * warp + (lane / 8 | lane / 4 % 2 * 4);
     Walk walk(call.rows), ahead = walk, inputs = walk;
-    const Octets octets(n, t);
     HeldChunk held[OWN];
+    auto load = [&](u32 own) {
+        const u32 output = min(ahead.first().y + n + 32 * own, OUTPUTS - 1u);
+        return load_held(call, output, 4 * (ahead.step % STEPS) + t);
+    };
 #pragma unroll
-    for (u32 own = 0; own < OWN; own++) held[own] = load_held(call, ahead, n, t, own);
+    for (u32 own = 0; own < OWN; own++) held[own] = load(own);
     ahead.advance();
     Place<X_SLOTS> x;
     Place<W_SLOTS> w;
@@ -211,20 +182,19 @@ __device__ __forceinline__ void produce(const TilesCall& call, u32 base) {
         }
         __syncwarp();
         barrier_wait(w_empty(base, w.slot), w.parity ^ 1);
-        u32 to[4];
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) to[i] = base + w.slot * (2 * W_BLOCK) + octets.at[i];
+        // Reads the last step again when there is no next one.
+        if (!ahead.exists()) ahead = walk;
+        const u32 slot = base + w.slot * (2 * W_BLOCK);
         const bool exists = 4 * (walk.step % STEPS) + t < CHUNKS;
 #pragma unroll
-        for (u32 own = 0; own < OWN; own++) put_chunk(to, own, held[own], exists);
+        for (u32 own = 0; own < OWN; own++) {
+            put_chunk(slot, held[own], n + 32 * own, t, exists);
+            held[own] = load(own);
+        }
+        ahead.advance();
         operands_visible();
         __syncwarp();
         if (lane == 0) barrier_arrive(w_full(base, w.slot));
-        // Behind the fence, which would wait for them.
-        if (!ahead.exists()) continue;
-#pragma unroll
-        for (u32 own = 0; own < OWN; own++) held[own] = load_held(call, ahead, n, t, own);
-        ahead.advance();
     }
 }
 
@@ -329,9 +299,9 @@ __device__ __forceinline__ void store_sums(const TilesCall& call, const float (&
                 const uint4 eight = transposed({output_pair(x[0], y[0]), output_pair(x[1], y[1]),
                                                 output_pair(x[2], y[2]), output_pair(x[3], y[3])}, lane);
                 const u32 output = first + 32 * four + 8 * (lane % 4);
-                const size_t at = static_cast<size_t>(of) * OUTPUTS + output;
-                unsigned short* const to = reinterpret_cast<unsigned short*>(call.outputs) + at;
-                if (exists && output < OUTPUTS) *reinterpret_cast<uint4*>(to) = eight;
+                unsigned short* const row_of =
+                    reinterpret_cast<unsigned short*>(call.outputs) + static_cast<size_t>(of) * OUTPUTS;
+                if (exists && output < OUTPUTS) *reinterpret_cast<uint4*>(row_of + output) = eight;
             } else {
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {
@@ -352,7 +322,7 @@ __device__ __forceinline__ void consume(const TilesCall& call, u32 base) {
     Place<W_SLOTS> w;
 #pragma unroll 1
     while (walk.exists()) {
-        const u32 first_row = walk.row, first_output = walk.output;
+        const uint2 first = walk.first();
         float sums[EIGHTS][4];
         u32 last_x = 0, last_w = 0;
 #pragma unroll 1
@@ -377,14 +347,15 @@ __device__ __forceinline__ void consume(const TilesCall& call, u32 base) {
         }
         products_wait<0>(sums);
         release(base, last_x, last_w);
-        walk.next_tile();
+        walk.step = walk.last_step - 1;
+        walk.advance();
         if constexpr (SPLIT > 1) {
             cluster_sync();
             exchange(sums, base, thread);
         }
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        const u32 row = first_row + (ROW_TILE == 128 ? 64 * group : 0) + 16 * warp + lane / 4;
-        store_sums(call, sums, row, first_output + (ROW_TILE == 128 ? 0 : group * (OUTPUT_TILE / 2)), lane, rank);
+        const u32 row = first.x + (ROW_TILE == 128 ? 64 * group : 0) + 16 * warp + lane / 4;
+        store_sums(call, sums, row, first.y + (ROW_TILE == 128 ? 0 : group * (OUTPUT_TILE / 2)), lane, rank);
     }
 }
 

@@ -131,7 +131,36 @@ pub(super) fn read_path() -> Vec<AttendCase> {
     }
     cases.push(unseen(3, Scored::Plain));
     cases.push(unseen(3, Scored::Sinks));
+    cases.extend(histories());
     cases
+}
+
+/// A part of a prompt over a history that is several times as long as its rows are wide, which kernels may unpack once
+/// for all of them; a query of another sequence, whose history nobody else reads.
+fn histories() -> impl Iterator<Item = AttendCase> {
+    let kivi = SegmentFormat {
+        key: affine(Bits::Two, Grouping::ChannelTokens(32)),
+        value: affine(Bits::Two, Grouping::TokenChannels(16)),
+    };
+    let eight = both(affine(Bits::Eight, Grouping::Token));
+    let kinds = [
+        (SegmentFormat::per_channel(Bits::Four), 128, Scored::Plain, Visible::Causal),
+        (SegmentFormat::per_channel(Bits::Two), 256, Scored::All, Visible::Window { left: 450 }),
+        (SegmentFormat::turboquant(Bits::Three, 80), 80, Scored::Plain, Visible::All),
+        (SegmentFormat::turboquant(Bits::Four, 128), 128, Scored::Sinks, Visible::Window { left: 300 }),
+        (SegmentFormat::saw_int4(), 64, Scored::Capped, Visible::Causal),
+        (kivi, 96, Scored::Sinks, Visible::Causal),
+        (SegmentFormat { key: SegmentFormat::F16.key, ..eight }, 128, Scored::Plain, Visible::Causal),
+    ];
+    kinds.into_iter().enumerate().map(|(i, (format, head_dim, scored, visible))| {
+        let mut case = case(Seen::Causal, scored, (format, 8, head_dim), 130, i);
+        case.name = format!("read-history-{}-d{head_dim}-{}", scored.name(), slug(&format.value));
+        let span = |segment, tokens| SpanCase { segment, tokens };
+        case.sequences = vec![vec![span(1, 300)], vec![span(0, 20), span(1, 650), span(0, 90)]];
+        case.queries = Queries::Runs(vec![QueryRun::decode(0), QueryRun::new(1, 130, visible)]);
+        case.input.elements = [ElementType::F16, ElementType::F32, ElementType::Bf16][i % 3];
+        case
+    })
 }
 
 /// All cases of states.

@@ -37,8 +37,11 @@ pub struct AttendTensors<'a> {
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
 /// items. Runs with 33 or more rows (of queries and query heads), or 9 in f16, share items of up to 256 rows, unless
-/// keys have sketches, scores are calibrated, or heads of packed tensors have more than 128 channels. Otherwise an item
-/// has as many queries as eight query heads hold.
+/// keys have sketches or scores are calibrated. Heads of packed tensors with more than 128 channels do so from 65 rows,
+/// on compute capability 9.0. Otherwise an item has as many queries as eight query heads hold.
+///
+/// Where items read packed tiles several times, the tiles are unpacked first, into at most 128 MiB of scratch for some
+/// of the KV heads at a time, or for one head if it alone has more.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     pub(super) shape: AttentionShape,
@@ -100,7 +103,9 @@ impl AttendStep {
     pub fn launch_labels(&self) -> Vec<String> {
         let labels = |segment: &PlannedLaunch| {
             let extremes = segment.calibration.map(|_| format!("score extremes {}", segment.format));
-            extremes.into_iter().chain([format!("{} {}", segment.kernel.name(), segment.format)]).collect::<Vec<_>>()
+            let unpacks = segment.kernel.unpacked().map(|_| format!("unpack_tiles {}", segment.format));
+            let attends = format!("{} {}", segment.kernel.name(), segment.format);
+            extremes.into_iter().chain(unpacks).chain([attends]).collect::<Vec<_>>()
         };
         let merges = self.segments.iter().filter(|segment| segment.merges());
         let merges = merges.map(|segment| format!("merge_run {}", segment.format));
@@ -216,7 +221,9 @@ impl AttendStep {
         let stored_channels = PageFormat::f16(self.shape.head_dim()).head_dim;
         // As many counters as the finest chunks need, after those of works.
         let arrivals = self.work_counters() + room.of(self.rows) * heads * size_of::<u32>();
-        ScratchSizes { states: states * stored_channels * 4, lse: states * 4, arrivals }
+        let halves = |of: &PlannedLaunch| of.halves_bytes(room.of(of.pages().len()), self.shape.kv_heads());
+        let halves = self.segments.iter().map(halves).max().unwrap_or(0);
+        ScratchSizes { states: states * stored_channels * 4, lse: states * 4, arrivals, halves }
     }
 
     /// Bytes of the counters of works: one for each launch, since launches overlap.
@@ -280,6 +287,7 @@ impl AttendStep {
                 arrivals: scratch.arrivals.address() + counters as u64,
                 extremes: tables.extremes.as_ref().map_or(0, |extremes| extremes.address()),
                 sinks: sinks.as_ref().map_or(0, |sinks| sinks.address()),
+                halves: scratch.halves.address(),
                 query_stride: self.query_rows.stride as u64,
                 output_stride: self.output_rows.stride as u64,
                 kv_heads: self.shape.kv_heads() as u32,
@@ -296,15 +304,19 @@ impl AttendStep {
                 soft_cap: self.scoring.soft_cap().unwrap_or(1.0) * LOG2_E,
                 item_room: tables.item_count as u32,
                 row_parts: segment.kernel.row_parts(self.shape.group()) as u32,
+                first_head: 0,
+                section_heads: self.shape.kv_heads() as u32,
             };
             let items = tables.item_count;
-            match &tables.extremes {
-                None => {
+            let over_unpacked = segment.launches_over_unpacked(backend, call, tables)?;
+            match (&tables.extremes, over_unpacked) {
+                (_, Some(launches)) => step.launches.extend(launches),
+                (None, None) => {
                     let launch = segment.launch(backend, ScorePass::Plain, call, items)?;
                     let first = step.launches.is_empty() || !launch.kernel.overlaps;
                     step.launches.push(if first { launch } else { launch.beside_the_one_before() });
                 }
-                Some(extremes) => {
+                (Some(extremes), None) => {
                     let alone = AttendCall { cluster: 1, ..call };
                     let first = segment.launch(backend, ScorePass::Extremes, alone, items)?;
                     let kernel = KernelLaunch { overlaps: false, ..first.kernel };

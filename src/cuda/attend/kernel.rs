@@ -55,6 +55,14 @@ impl SegmentKernel {
         matches!(self, Self::Run(variant) if variant.takes_works())
     }
 
+    /// The variant whose tiles are unpacked by a launch of its own.
+    pub(super) fn unpacked(&self) -> Option<&RunVariant> {
+        match self {
+            Self::Run(variant) if variant.unpacks_first() => Some(variant),
+            _ => None,
+        }
+    }
+
     /// True if the items of a query may form clusters.
     pub(super) const fn forms_clusters(&self) -> bool {
         matches!(self, Self::Attend(variant) if variant.queries == 1)

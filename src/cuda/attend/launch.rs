@@ -28,6 +28,7 @@ pub(super) struct AttendCall {
     pub(super) arrivals: u64,
     pub(super) extremes: u64,
     pub(super) sinks: u64,
+    pub(super) halves: u64,
     pub(super) query_stride: u64,
     pub(super) output_stride: u64,
     pub(super) kv_heads: u32,
@@ -44,6 +45,8 @@ pub(super) struct AttendCall {
     pub(super) soft_cap: f32,
     pub(super) item_room: u32,
     pub(super) row_parts: u32,
+    pub(super) first_head: u32,
+    pub(super) section_heads: u32,
 }
 
 // SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.

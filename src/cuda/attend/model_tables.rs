@@ -133,6 +133,7 @@ impl ModelTables {
     pub fn of_layer(&self, layer: usize) -> Vec<SegmentTables> {
         let of = |segment: &SegmentPlaces| SegmentTables {
             pages: segment.addresses.address() + (layer * segment.call.capacity as usize * size_of::<u64>()) as u64,
+            page_count: segment.call.capacity as usize,
             items: self.uploaded.address() + segment.items_at as u64,
             item_count: segment.items,
             extremes: segment.extremes.clone(),

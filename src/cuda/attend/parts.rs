@@ -6,7 +6,7 @@ use super::logits::TokenMask;
 use super::run_variant::{DRAFT_ROWS, RunVariant, item_rows};
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
-use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS};
+use crate::format::{AttentionShape, TILE_TOKENS};
 use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, Spread, StorePart, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
@@ -31,11 +31,11 @@ impl RunRows {
     /// extremes, and each query would need its own.
     pub(super) fn of(facts: &DeviceFacts, plan: &AttendPlan) -> Option<Self> {
         let shape = plan.shape();
-        let f16 = plan.segments().iter().all(|segment| *segment.format() == SegmentFormat::F16);
-        let most = item_rows(shape.head_dim(), f16, facts);
+        let most = item_rows(shape.head_dim(), facts);
         let of_segment = |segment: &StorePart| {
             let pages = PageFormat::new(shape, segment.format()).ok().filter(|_| segment.calibration().is_none());
-            pages.and_then(|pages| RunVariant::new(pages, most, facts)).map(|run| run.least_rows())
+            let run = |pages| RunVariant::new(pages, most, facts).or_else(|| RunVariant::over_unpacked(pages, facts));
+            pages.and_then(run).map(|run| run.least_rows())
         };
         let least =
             plan.segments().iter().map(of_segment).try_fold(0, |most, least| least.map(|least| most.max(least)));

@@ -7,7 +7,7 @@ use super::variant::{AttendVariant, ScorePass};
 use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::page_format::PageFormat;
-use crate::format::{AttentionShape, SegmentFormat};
+use crate::format::AttentionShape;
 use crate::plan::{LayerAttention, Scoring, StoreFormat};
 
 /// Compiles every attention kernel that steps over these stores may use, for runs of up to `longest` queries.
@@ -40,9 +40,12 @@ pub(in crate::cuda) fn prepare(
             }
         }
         let facts = backend.kernels().facts();
-        let most = item_rows(shape.head_dim(), *format == SegmentFormat::F16, facts) / shape.group();
+        let most = item_rows(shape.head_dim(), facts) / shape.group();
         if calibration.is_none() && longest > 1 && most > 1 {
-            for variant in RunVariant::all(pages, longest.min(most) * shape.group(), facts) {
+            let in_block = RunVariant::all(pages, longest.min(most) * shape.group(), facts);
+            let unpacks = in_block.is_empty() || RunVariant::unpacks_for(longest, most);
+            let unpacked = RunVariant::over_unpacked(pages, facts).filter(|_| unpacks);
+            for variant in in_block.into_iter().chain(unpacked) {
                 if variant.least_rows() <= longest.min(most) * shape.group() {
                     logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
                 }

@@ -37,6 +37,8 @@ pub(in crate::cuda) struct ScratchSizes {
     pub states: usize,
     pub lse: usize,
     pub arrivals: usize,
+    /// Unpacked tiles of a section of the KV heads.
+    pub halves: usize,
 }
 
 impl ScratchSizes {
@@ -46,6 +48,7 @@ impl ScratchSizes {
             states: self.states.max(other.states),
             lse: self.lse.max(other.lse),
             arrivals: self.arrivals.max(other.arrivals),
+            halves: self.halves.max(other.halves),
         })
     }
 }
@@ -57,6 +60,7 @@ pub(in crate::cuda) struct AttendScratch {
     pub lse: Arc<Memory>,
     /// Zeros between steps.
     pub arrivals: Arc<Memory>,
+    pub halves: Arc<Memory>,
 }
 
 impl AttendScratch {
@@ -65,21 +69,31 @@ impl AttendScratch {
             states: Memory::unwritten(stream, "attention states", sizes.states)?,
             lse: Memory::unwritten(stream, "attention states", sizes.lse)?,
             arrivals: Memory::zeroed(stream, "arrivals", sizes.arrivals)?,
+            halves: Memory::unwritten(stream, "unpacked tiles", sizes.halves)?,
         })
     }
 
     fn sizes(&self) -> ScratchSizes {
         let bytes = |memory: &Arc<Memory>| memory.bytes();
-        ScratchSizes { states: bytes(&self.states), lse: bytes(&self.lse), arrivals: bytes(&self.arrivals) }
+        ScratchSizes {
+            states: bytes(&self.states),
+            lse: bytes(&self.lse),
+            arrivals: bytes(&self.arrivals),
+            halves: bytes(&self.halves),
+        }
     }
 
     /// True if a step of these sizes may use it.
     pub fn holds(&self, sizes: &ScratchSizes) -> bool {
-        self.states.bytes() >= sizes.states && self.lse.bytes() >= sizes.lse && self.arrivals.bytes() >= sizes.arrivals
+        let has = self.sizes();
+        has.states >= sizes.states
+            && has.lse >= sizes.lse
+            && has.arrivals >= sizes.arrivals
+            && has.halves >= sizes.halves
     }
 
     pub fn memory(&self) -> Vec<Arc<Memory>> {
-        vec![self.states.clone(), self.lse.clone(), self.arrivals.clone()]
+        vec![self.states.clone(), self.lse.clone(), self.arrivals.clone(), self.halves.clone()]
     }
 }
 
@@ -111,8 +125,9 @@ impl SharedScratch {
 /// The addresses of the tables of a segment for one layer.
 #[derive(Clone, Debug)]
 pub(in crate::cuda) struct SegmentTables {
-    /// Address of the page addresses, and of the items.
+    /// Address of the page addresses, their number, and the address of the items.
     pub pages: u64,
+    pub page_count: usize,
     pub items: u64,
     /// Items that are launched.
     pub item_count: usize,

@@ -1,6 +1,7 @@
 //! The part of a step that concerns one store: its items, their kernel, and its tables.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
@@ -9,7 +10,7 @@ use super::kernel::SegmentKernel;
 use super::launch::{AttendCall, Launch};
 use super::logits::Logits;
 use super::parts::{ItemQueries, SegmentParts};
-use super::run_variant::RunVariant;
+use super::run_variant::{RunVariant, TileReads};
 use super::scratch::{SegmentTables, Sizing};
 use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, TOKEN_RATE, WORK_TIME, Wave};
 use super::variant::{AttendVariant, ScorePass};
@@ -19,7 +20,7 @@ use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, Page, Scoring, StateCounts, StorePart};
+use crate::plan::{AttendPlan, Block, Page, Part, PlannedSpan, Scoring, StateCounts, StorePart};
 use crate::{Error, Result};
 
 /// `Item` of `cuda/common/attend_call.cuh`.
@@ -72,11 +73,17 @@ impl PlannedLaunch {
         let logits = Logits::new(scoring, parts.mask);
         let pages = PageFormat::new(shape, segment.format())?;
         let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
+        let table = match parts.queries {
+            ItemQueries::Few(_) => PageTable::whole(segment),
+            ItemQueries::Many(_) => PageTable::of_parts(segment, &parts.parts),
+        };
         let (kernel, wave, most) = match parts.queries {
             ItemQueries::Few(queries) => best_attend(facts, shape, pages, (queries, logits), &tiles)?,
             ItemQueries::Many(queries) => {
-                let run = RunVariant::new(pages, queries * shape.group(), facts);
-                run.map(|run| of_run(facts, shape, run.with_logits(logits).with_item_rows(parts.most_rows), &tiles))
+                let reads = TileReads { tiles: tiles.iter().sum(), pages: table.pages.len() };
+                let run = RunVariant::for_reads(pages, queries * shape.group(), reads, facts);
+                let run = run.map(|run| run.with_logits(logits).with_item_rows(parts.most_rows));
+                run.map(|run| of_run(facts, shape, run, (&tiles, reads.pages)))
             }
         }
         .ok_or_else(|| Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) })?;
@@ -96,7 +103,7 @@ impl PlannedLaunch {
                 let end = (first + length * TILE_TOKENS).min(part.tokens.end);
                 let limits = parts.seen(span, part, first);
                 items.push(Item {
-                    first_page: (span.first_page + first / TILE_TOKENS) as u32,
+                    first_page: table.place(*index, first / TILE_TOKENS) as u32,
                     tokens: (end - first) as u32,
                     range_slot: span.range_slot as u32,
                     row: (parts.runs[span.run].first_row + part.first) as u32,
@@ -117,7 +124,7 @@ impl PlannedLaunch {
             store: segment.store(),
             format: *segment.format(),
             kernel,
-            pages: segment.pages().to_vec(),
+            pages: table.pages,
             items,
             blocks,
             merged_items: 0,
@@ -186,6 +193,7 @@ impl PlannedLaunch {
         let extremes = self.extremes_memory(stream, Sizing::Exact, query_heads)?;
         Ok(SegmentTables {
             pages: memory.address(),
+            page_count: addresses.len(),
             items: memory.address() + size_of_val(addresses.as_slice()) as u64,
             item_count: self.items.len(),
             memory: [memory].into_iter().chain(extremes.clone()).collect(),
@@ -255,9 +263,37 @@ impl PlannedLaunch {
 
     /// The launch of `items` items' blocks.
     pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, call: AttendCall, items: usize) -> Result<Launch> {
-        let each = call.kv_heads as usize * call.chunks as usize * call.row_parts as usize;
+        let each = call.section_heads as usize * call.chunks as usize * call.row_parts as usize;
         let blocks = self.kernel.blocks(items * each, backend.kernels().facts().multiprocessors);
         Ok(Launch { kernel: self.kernel.launch(backend, pass, blocks, call.cluster)?, call, clears: None })
+    }
+
+    /// Bytes of unpacked tiles of a section of the KV heads, for tables of as many pages. 0 where its kernel reads the
+    /// pages themselves.
+    pub(super) fn halves_bytes(&self, pages: usize, kv_heads: usize) -> usize {
+        self.kernel.unpacked().map_or(0, |run| pages * run.section_heads(pages, kv_heads) * run.unpacked_bytes())
+    }
+
+    /// The launches over unpacked tiles: for one section of the KV heads after the other, one that unpacks and one that
+    /// attends. None where the kernel reads the pages themselves.
+    pub(super) fn launches_over_unpacked(
+        &self,
+        backend: &Cuda,
+        call: AttendCall,
+        tables: &SegmentTables,
+    ) -> Result<Option<Vec<Launch>>> {
+        let Some(run) = self.kernel.unpacked() else { return Ok(None) };
+        let heads = call.kv_heads as usize;
+        let section = run.section_heads(tables.page_count, heads);
+        let mut launches = Vec::with_capacity(2 * heads.div_ceil(section));
+        for first in (0..heads).step_by(section) {
+            let of_section = section.min(heads - first);
+            let call = AttendCall { first_head: first as u32, section_heads: of_section as u32, ..call };
+            let unpack = run.unpack_launch(backend, tables.page_count * of_section)?;
+            launches.push(Launch { kernel: unpack, call, clears: None });
+            launches.push(self.launch(backend, ScorePass::Plain, call, tables.item_count)?);
+        }
+        Ok(Some(launches))
     }
 
     /// The launch that merges the states that `call` wrote, unless `attend` does so.
@@ -268,6 +304,46 @@ impl PlannedLaunch {
         let queries = self.kernel.most_queries(call.group as usize);
         let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, queries)?;
         Ok(kernel.map(|kernel| Launch { kernel, call, clears: None }))
+    }
+}
+
+/// The pages that the items of a launch name by their place.
+struct PageTable {
+    pages: Vec<Page>,
+    /// For every span: a tile of it and the place of its page. Those after it follow.
+    places: Vec<(usize, usize)>,
+}
+
+impl PageTable {
+    /// All pages of a segment.
+    fn whole(segment: &StorePart) -> Self {
+        let places = segment.spans().iter().map(|span| (0, span.first_page)).collect();
+        Self { pages: segment.pages().to_vec(), places }
+    }
+
+    /// Those of the tiles from the first to the last that parts have of every span: what is unpacked for them.
+    fn of_parts(segment: &StorePart, parts: &[(usize, Part)]) -> Self {
+        let mut tiles: Vec<Option<Range<usize>>> = vec![None; segment.spans().len()];
+        for (span, part) in parts {
+            let (first, end) = (part.tokens.start / TILE_TOKENS, part.tokens.end.div_ceil(TILE_TOKENS));
+            let of_span = tiles[*span].get_or_insert(first..end);
+            *of_span = of_span.start.min(first)..of_span.end.max(end);
+        }
+        let mut pages = Vec::new();
+        let mut place = |(span, tiles): (&PlannedSpan, Option<Range<usize>>)| {
+            let tiles = tiles.unwrap_or_default();
+            let at = (tiles.start, pages.len());
+            pages.extend_from_slice(&segment.pages()[span.first_page..][tiles]);
+            at
+        };
+        let places = segment.spans().iter().zip(tiles).map(&mut place).collect();
+        Self { pages, places }
+    }
+
+    /// The place of a tile of a span.
+    fn place(&self, span: usize, tile: usize) -> usize {
+        let (of, place) = self.places[span];
+        place + tile - of
     }
 }
 
@@ -332,12 +408,13 @@ fn best_attend(
     Ok(best.map(|(cut, _)| cut))
 }
 
-/// How a variant of `attend_run` takes parts of this many tiles.
-fn of_run(facts: &DeviceFacts, shape: &AttentionShape, variant: RunVariant, tiles: &[usize]) -> Cut {
+/// How a variant of `attend_run` takes parts of this many tiles, of a table of as many pages.
+fn of_run(facts: &DeviceFacts, shape: &AttentionShape, variant: RunVariant, (tiles, pages): (&[usize], usize)) -> Cut {
+    let heads = if variant.unpacks_first() { variant.section_heads(pages, shape.kv_heads()) } else { shape.kv_heads() };
     let wave = Wave {
         multiprocessors: facts.multiprocessors,
         blocks_each: 1,
-        blocks_per_item: shape.kv_heads() * variant.row_parts(shape.group()),
+        blocks_per_item: heads * variant.row_parts(shape.group()),
         tile_bytes: variant.pages().head_bytes(),
         clusters: false,
         token_rate: variant.token_rate(),

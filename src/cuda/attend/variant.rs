@@ -357,11 +357,19 @@ mod tests {
     fn prompts_neither_wait_nor_spill() {
         for head_dim in [64, 96, 128, 256] {
             let shape = AttentionShape::new(32, 8, head_dim).unwrap();
-            for format in [SegmentFormat::F16, SegmentFormat::saw_int4()] {
+            let formats = [
+                SegmentFormat::F16,
+                SegmentFormat::saw_int4(),
+                SegmentFormat::per_channel(Bits::Four),
+                SegmentFormat::turboquant(Bits::Four, head_dim),
+            ];
+            for format in formats {
                 let pages = PageFormat::new(&shape, &format).unwrap();
-                let Some(run) = RunVariant::new(pages, BLOCK_ROWS / 2, &H200) else { continue };
+                let in_block = RunVariant::new(pages, BLOCK_ROWS / 2, &H200);
+                let unpacked = RunVariant::over_unpacked(pages, &H200);
                 let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
-                for program in [run, run.with_logits(windowed)].map(|run| run.program()) {
+                let runs = in_block.into_iter().chain(unpacked).flat_map(|run| [run, run.with_logits(windowed)]);
+                for program in runs.map(|run| run.program()) {
                     let remarks = program.compiler_remarks(&program.architecture(&H200)).unwrap();
                     assert!(!remarks.contains("serialized"), "{format} at {head_dim}: {remarks}");
                     let numbers = remarks.split(" bytes spill stores").map(|before| before.rsplit(' ').next());
@@ -384,13 +392,16 @@ mod tests {
         let logits = masks.into_iter().flat_map(|mask| {
             [(false, false), (false, true), (true, false)].map(|(capped, sinks)| Logits { capped, sinks, mask })
         });
+        let unpacked = RunVariant::over_unpacked(pages, &H200);
         let runs = [BLOCK_ROWS, BLOCK_ROWS / 2, 1].into_iter().filter_map(|rows| RunVariant::new(pages, rows, &H200));
+        let runs = runs.chain(unpacked);
         let runs = runs.flat_map(|run| {
             let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
             [run, run.with_logits(windowed)].map(|run| run.program())
         });
         let rows = pages.rows_program();
         let wide = wide.program(ScorePass::Plain);
-        calibrated.into_iter().chain(logits.map(of_logits)).chain(runs).chain([wide, rows]).collect()
+        let unpacks = unpacked.map(|run| run.unpack_program());
+        calibrated.into_iter().chain(logits.map(of_logits)).chain(runs).chain(unpacks).chain([wide, rows]).collect()
     }
 }

@@ -12,6 +12,8 @@ const INPUTS: u32 = 4096u;
 const PLACES: u32 = 4096u;
 const PARTS: u32 = 1u;
 const ALL_ROWS: u32 = 1u;
+// Rows that are written; those behind the last are 0.
+const WRITTEN_ROWS: u32 = 1u;
 
 const INVOCATIONS: u32 = 256u;
 
@@ -22,7 +24,7 @@ var<workgroup> exponents: array<u32, INVOCATIONS>;
 
 fn scaled(row: u32, place: u32, factor: f32) -> f32 {
     let input = input_at(place);
-    if (input >= INPUTS) {
+    if (input >= INPUTS || row >= ALL_ROWS) {
         return 0.0;
     }
     return factor * element(row * INPUTS + input);
@@ -30,10 +32,11 @@ fn scaled(row: u32, place: u32, factor: f32) -> f32 {
 
 @compute @workgroup_size(256)
 fn prepare_rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    let row = min(workgroup.x, ALL_ROWS - 1u);
+    let row = min(workgroup.x, WRITTEN_ROWS - 1u);
+    let read_row = min(row, ALL_ROWS - 1u);
     var largest = 0u;
     for (var input = invocation; input < INPUTS; input += INVOCATIONS) {
-        largest = max(largest, bitcast<u32>(element(row * INPUTS + input)) & 0x7F800000u);
+        largest = max(largest, bitcast<u32>(element(read_row * INPUTS + input)) & 0x7F800000u);
     }
     exponents[invocation] = largest;
     workgroupBarrier();

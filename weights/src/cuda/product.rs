@@ -65,7 +65,7 @@ impl Linear {
     /// Joins the product `y [rows, N] = x [rows, K] · Wᵀ` with its tensors, and compiles the kernels on first use. Both
     /// tensors belong to the stream of the layer, or to an engine that orders its own work with that stream's.
     ///
-    /// Products of more than 16 rows round each weight to f16 where [`BoundLinear::path`] is [`Path::MatrixTiles`].
+    /// Each weight is rounded to f16 where [`BoundLinear::path`] says so ([`Path::rounds_weights`]).
     ///
     /// # Errors
     /// [`Error::Size`](crate::Error::Size) for 0 rows or more than [`MOST_ROWS`](crate::MOST_ROWS);

@@ -21,9 +21,6 @@ const STEP_INPUTS: usize = 128;
 const SLOTS: [usize; 2] = [3, 2];
 /// Shared memory of the barriers.
 const BARRIER_BYTES: usize = 128;
-/// Blocks of a cluster that share steps, at most.
-const MOST_SPLIT: usize = 4;
-
 /// Whether the device has what the kernel needs.
 pub(super) fn has_tiles(facts: &DeviceFacts) -> bool {
     facts.has_warpgroups() && facts.shared_bytes >= Tiles::LARGEST.shared_bytes()
@@ -34,27 +31,45 @@ pub(super) fn has_tiles(facts: &DeviceFacts) -> bool {
 struct Tiles {
     rows: usize,
     outputs: usize,
-    /// Blocks of a cluster with the same rows, which share activations.
-    share: usize,
     /// Blocks of a cluster with the same tile, which share the steps.
     split: usize,
 }
 
-impl Tiles {
-    const LARGEST: Self = Self { rows: 128, outputs: 256, share: 1, split: 1 };
+/// Nanoseconds that a step of a tile takes, for tiles of 128 and of 256 outputs and up to 64 or more rows, and what
+/// begins and ends a tile takes for each block that shares it. Measured on an H200.
+const STEP_NS: [[usize; 2]; 2] = [[1300, 1310], [1830, 2040]];
+const EDGE_NS: usize = 3000;
 
-    /// The tiles of a product. `steps` are those of a row of activations, with all of its parts.
+/// Blocks of a cluster that share steps, at most.
+const MOST_SPLIT: usize = 4;
+
+impl Tiles {
+    const LARGEST: Self = Self { rows: 128, outputs: 256, split: 1 };
+
+    /// The tiles of a product that take the shortest time. `steps` are those of a row of activations, with all of its
+    /// parts.
     fn of(rows: usize, outputs: usize, steps: usize, multiprocessors: usize) -> Self {
-        let tile = Self { rows: if rows <= 64 { 64 } else { 128 }, ..Self::LARGEST };
-        let columns = outputs.div_ceil(tile.outputs);
-        let tiles = rows.div_ceil(tile.rows) * columns;
-        // The time in steps of one block: as many turns as the device needs, and what begins and ends a tile.
-        let turns = |split: usize| (tiles * split).div_ceil(clusters(multiprocessors, split) * split);
-        let time = |split: usize| turns(split) * (steps.div_ceil(split) + EDGE_STEPS + split);
-        let splits = (1..=MOST_SPLIT).filter(|&split| split == 1 || (split <= steps && turns(split) == 1));
-        let split = splits.min_by_key(|&split| time(split)).unwrap_or(1);
-        let share = if split == 1 && columns.is_multiple_of(2) { 2 } else { 1 };
-        Self { share, split, ..tile }
+        let is_high = rows > 64;
+        let shapes = [128, 256].into_iter().flat_map(|outputs| (1..=MOST_SPLIT).map(move |split| (outputs, split)));
+        let tiles = shapes.map(|(outputs, split)| Self { rows: if is_high { 128 } else { 64 }, outputs, split });
+        // Blocks that share steps have one tile each.
+        let fits =
+            |tiles: &Self| tiles.split == 1 || tiles.split <= steps && tiles.turns(rows, outputs, multiprocessors) == 1;
+        let time = |tiles: &Self| {
+            let step = STEP_NS[usize::from(tiles.outputs == 256)][usize::from(is_high)];
+            tiles.turns(rows, outputs, multiprocessors) * (steps.div_ceil(tiles.split) * step + EDGE_NS * tiles.split)
+        };
+        tiles.filter(fits).min_by_key(time).unwrap_or(Self::LARGEST)
+    }
+
+    /// Tiles of a product.
+    fn count(&self, rows: usize, outputs: usize) -> usize {
+        rows.div_ceil(self.rows) * outputs.div_ceil(self.outputs)
+    }
+
+    /// How often the device is filled with blocks.
+    fn turns(&self, rows: usize, outputs: usize, multiprocessors: usize) -> usize {
+        self.count(rows, outputs).div_ceil(clusters(multiprocessors, self.split))
     }
 
     const fn shared_bytes(&self) -> usize {
@@ -63,22 +78,17 @@ impl Tiles {
 
     /// Blocks of the grid.
     fn blocks(&self, rows: usize, outputs: usize, multiprocessors: usize) -> usize {
-        let cluster = self.share * self.split;
-        let of_clusters = rows.div_ceil(self.rows) * outputs.div_ceil(self.outputs).div_ceil(self.share);
-        // Blocks that share steps have one tile each.
-        let most = if self.split > 1 { of_clusters } else { multiprocessors / cluster };
-        of_clusters.min(most.max(1)) * cluster
+        let tiles = self.count(rows, outputs);
+        if self.split > 1 { tiles * self.split } else { tiles.min(multiprocessors) }
     }
 }
 
-/// Steps that take as long as the beginning and the end of a tile.
-const EDGE_STEPS: usize = 4;
-
-/// Clusters that run at the same time. On an H200 there are 30 of four blocks: not all multiprocessors are in whole
-/// fours of one part of the chip.
+/// Clusters that run at the same time. On an H200 there are 30 of four blocks, and fewer than 40 of three: not all
+/// multiprocessors are in whole threes or fours of one part of the chip.
 fn clusters(multiprocessors: usize, blocks: usize) -> usize {
     match blocks {
         1 | 2 => multiprocessors / blocks,
+        3 => multiprocessors / 4,
         _ => multiprocessors * 10 / 11 / blocks,
     }
 }
@@ -150,7 +160,8 @@ impl Linear {
             ("WARPGROUPS", 1),
             ("ROW_TILE", tiles.rows),
             ("OUTPUT_TILE", tiles.outputs),
-            ("SHARE", tiles.share),
+            // Sharing activations took longer.
+            ("SHARE", 1),
             ("SPLIT", tiles.split),
             ("PARTS", prepared.parts),
             ("UNITS", usize::from(prepared.launch.is_some())),
@@ -166,9 +177,9 @@ impl Linear {
             block_dim: (THREADS, 1, 1),
             shared_mem_bytes: tiles.shared_bytes() as u32,
         };
-        let cluster = (tiles.share * tiles.split) as u32;
+        let cluster = tiles.split as u32;
         let call = TilesCall {
-            map: TensorMap::new(prepared.address, rows, prepared.columns, tiles.rows / tiles.share)?,
+            map: TensorMap::new(prepared.address, rows, prepared.columns, tiles.rows)?,
             codes: self.codes.address(),
             scales: self.scales.address(),
             units: prepared.units,
@@ -240,13 +251,22 @@ impl BoundTiles {
 mod tests {
     use super::*;
 
+    /// Those that measured best on an H200.
     #[test]
     fn tiles_of_models() {
         let of = |rows, outputs, inputs| Tiles::of(rows, outputs, inputs / STEP_INPUTS, 132);
-        let tiles = |rows, share, split| Tiles { rows, outputs: 256, share, split };
-        assert_eq!(of(4096, 8192, 8192), tiles(128, 2, 1));
-        assert_eq!(of(256, 8192, 8192), tiles(128, 1, 2));
-        assert_eq!(of(64, 8192, 8192).rows, 64);
+        let tiles = |rows, outputs, split| Tiles { rows, outputs, split };
+        for [outputs, inputs] in [[4096, 4096], [8192, 8192], [14336, 4096], [8192, 28672], [5120, 13824]] {
+            assert_eq!(of(4096, outputs, inputs), tiles(128, 256, 1));
+        }
+        assert_eq!(of(256, 4096, 4096), tiles(128, 128, 2));
+        assert_eq!(of(256, 8192, 8192), tiles(128, 256, 2));
+        assert_eq!(of(256, 14336, 4096), tiles(128, 256, 1));
+        assert_eq!(of(256, 8192, 28672), tiles(128, 256, 2));
+        assert_eq!(of(256, 5120, 13824), tiles(128, 256, 2));
+        assert_eq!(of(64, 4096, 4096), tiles(64, 128, 3));
+        assert_eq!(of(64, 14336, 4096), tiles(64, 256, 2));
+        assert_eq!(of(64, 5120, 13824), tiles(64, 256, 4));
     }
 
     #[test]
@@ -256,7 +276,7 @@ mod tests {
                 for steps in [1, 2, 3, 32, 64, 224] {
                     let tiles = Tiles::of(rows, outputs, steps, 132);
                     let blocks = tiles.blocks(rows, outputs, 132);
-                    assert!(tiles.split <= steps && blocks.is_multiple_of(tiles.share * tiles.split));
+                    assert!(tiles.split <= steps && blocks.is_multiple_of(tiles.split));
                     assert!(blocks > 0 && blocks <= 132, "{rows} {outputs} {steps}: {tiles:?}");
                     assert!(tiles.shared_bytes() <= 227 << 10);
                 }

@@ -71,8 +71,17 @@ impl Linear {
             scales: of("the scales of a layer", scales)?,
             scales_file,
             order,
-            has_matrices: multiplies_matrices(device),
+            has_matrices: false,
         })
+    }
+
+    /// The same layer, multiplied by cooperative matrices where `device`, that of the layer, has them.
+    ///
+    /// No device has run these kernels yet: they only compile. So products take them only where this is asked for, and
+    /// are to be compared with others first.
+    #[must_use]
+    pub fn with_matrices(self, device: &wgpu::Device) -> Self {
+        Self { has_matrices: multiplies_matrices(device), ..self }
     }
 
     /// N and K.

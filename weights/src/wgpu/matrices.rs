@@ -4,11 +4,18 @@ use std::sync::{Mutex, PoisonError};
 
 use kvpack_device::wgpu::Capabilities;
 
+/// Workgroup memory of the largest kernel with matrices: two buffers of eight slices of 16 × 72 halves, and eight
+/// blocks of 16 × 20 sums.
+const WORKGROUP_MEMORY: u32 = 2 * 8 * 16 * 72 * 2 + 8 * 16 * 20 * 4;
+
 /// Whether kernels may multiply cooperative matrices on a device.
 pub(super) fn multiplies_matrices(device: &wgpu::Device) -> bool {
     /// What was found about adapters whose devices have them enabled: to ask takes as long as to list all adapters.
     static FOUND: Mutex<Vec<(wgpu::AdapterInfo, bool)>> = Mutex::new(Vec::new());
     if !device.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX) {
+        return false;
+    }
+    if device.limits().max_compute_workgroup_storage_size < WORKGROUP_MEMORY {
         return false;
     }
     let info = device.adapter_info();

@@ -15,6 +15,16 @@ const FEW: [usize; 2] = [4, 4];
 /// The most rows of such workgroups; with more, tiles are faster.
 const FEW_ROWS: usize = 16;
 
+/// Rows of a product by matrices of few rows, and the fewest that take them.
+const MATRIX_ROWS: usize = 16;
+const LEAST_MATRIX_ROWS: usize = 4;
+
+/// Chunks of a turn of such products: inputs are whole turns.
+const TURN_CHUNKS: usize = 16;
+
+/// Workgroups below which they have fewer outputs each, so that a large device is not half empty.
+const ENOUGH_WORKGROUPS: usize = 120;
+
 /// Rows and outputs of a tile.
 const TILE: usize = 64;
 
@@ -39,7 +49,7 @@ struct Prepared {
 impl Linear {
     /// Joins the product `y [rows, N] = x [rows, K] · Wᵀ` with its tensors, and compiles the kernels on first use.
     ///
-    /// Products of more than 16 rows round each weight to f16 where [`BoundLinear::path`] is [`Path::MatrixTiles`].
+    /// Each weight is rounded to f16 where [`BoundLinear::path`] says so ([`Path::rounds_weights`]).
     ///
     /// # Errors
     /// [`Error::Size`](crate::Error::Size) for 0 rows or more than [`MOST_ROWS`](crate::MOST_ROWS),
@@ -57,22 +67,30 @@ impl Linear {
         }
         // Kernels of tiles take the number of rows from what is bound.
         let y = y.slice(0, rows * outputs)?;
-        let path = match (rows > FEW_ROWS, self.has_matrices) {
-            (false, _) => Path::FourRows,
-            (true, false) => Path::Tiles,
-            (true, true) => Path::MatrixTiles,
-        };
+        let path = self.path(x.element_type(), rows);
         let mut launches = Vec::new();
         let prepared = match path {
-            Path::MatrixTiles => self.prepare(kernels, x, rows, &mut launches)?,
+            Path::MatrixTiles => self.prepare(kernels, x, [rows, rows], &mut launches)?,
+            Path::MatrixRows => self.prepare(kernels, x, [rows, MATRIX_ROWS], &mut launches)?,
             _ => Prepared { inputs: self.ordered(kernels, x, rows, &mut launches)?, parts: 1, units: None },
         };
         launches.push(match path {
             Path::MatrixTiles => self.matrix_tiles(kernels, &prepared, rows, &y)?,
+            Path::MatrixRows => self.matrix_rows(kernels, &prepared, &y)?,
             Path::Tiles => self.tiles(kernels, &prepared.inputs, rows, &y)?,
             _ => self.few_rows(kernels, &prepared.inputs, rows, &y)?,
         });
         Ok(BoundLinear { path, launches: launches.into_iter().collect() })
+    }
+
+    fn path(&self, x: ElementType, rows: usize) -> Path {
+        let by_matrices = self.has_matrices && x != ElementType::F32 && self.chunks.is_multiple_of(TURN_CHUNKS);
+        match (rows > FEW_ROWS, self.has_matrices) {
+            (false, _) if by_matrices && rows >= LEAST_MATRIX_ROWS => Path::MatrixRows,
+            (false, _) => Path::FourRows,
+            (true, false) => Path::Tiles,
+            (true, true) => Path::MatrixTiles,
+        }
     }
 
     /// Activations in the order of the codes, in f32 where they had another.
@@ -94,28 +112,36 @@ impl Linear {
         Ok(ordered)
     }
 
-    /// Activations in the order of the codes and in f16: f16 in order as it is, others with a factor for each row.
-    fn prepare(&self, kernels: &Kernels, x: &Tensor, rows: usize, launches: &mut Vec<Launch>) -> Result<Prepared> {
-        if x.element_type() == ElementType::F16 && self.order.is_none() {
+    /// Activations in the order of the codes and in f16, as many rows as are needed: f16 in order as it is, others with
+    /// a factor for each row.
+    fn prepare(
+        &self,
+        kernels: &Kernels,
+        x: &Tensor,
+        [rows, needed]: [usize; 2],
+        launches: &mut Vec<Launch>,
+    ) -> Result<Prepared> {
+        if x.element_type() == ElementType::F16 && self.order.is_none() && rows == needed {
             return Ok(Prepared { inputs: x.clone(), parts: 1, units: None });
         }
         let parts = if x.element_type() == ElementType::F32 { 2 } else { 1 };
         let places = self.places();
-        let prepared = Tensor::zeroed(kernels.device(), rows * parts * places, ElementType::F16)?;
-        let units = Tensor::zeroed(kernels.device(), rows, ElementType::F32)?;
+        let prepared = Tensor::zeroed(kernels.device(), needed * parts * places, ElementType::F16)?;
+        let units = Tensor::zeroed(kernels.device(), needed, ElementType::F32)?;
         let mut variant = Variant::new(&SHADERS, "prepare_rows")
             .import("element", file(x.element_type(), ELEMENT_FILES))
             .constant("INPUTS", self.shape.inputs())
             .constant("PLACES", places)
             .constant("PARTS", parts)
-            .constant("ALL_ROWS", rows);
+            .constant("ALL_ROWS", rows)
+            .constant("WRITTEN_ROWS", needed);
         let mut buffers = vec![("inputs", x.binding()), ("prepared", prepared.binding()), ("units", units.binding())];
         if let Some(order) = &self.order {
             variant = variant.import("place", "linear/place/ordered.wgsl");
             buffers.push(("order", order.inputs.as_entire_buffer_binding()));
         }
         // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
-        launches.push(unsafe { Launch::trusted(kernels, &variant, &buffers, [rows as u32, 1, 1]) }?);
+        launches.push(unsafe { Launch::trusted(kernels, &variant, &buffers, [needed as u32, 1, 1]) }?);
         Ok(Prepared { inputs: prepared, parts, units: Some(units) })
     }
 
@@ -139,6 +165,19 @@ impl Linear {
         }
         let grid = self.grid(kernels, MATRIX_TILE, rows.div_ceil(MATRIX_TILE));
         self.launch(kernels, variant, (&x.inputs, x.units.as_ref(), y), grid)
+    }
+
+    fn matrix_rows(&self, kernels: &Kernels, x: &Prepared, y: &Tensor) -> Result<Launch> {
+        let slices = match self.shape.outputs() {
+            outputs if outputs >= 64 * ENOUGH_WORKGROUPS => 4,
+            outputs if outputs >= 32 * ENOUGH_WORKGROUPS => 2,
+            _ => 1,
+        };
+        let mut variant = self.variant("linear_rows_matrix").with_f16().with_matrices().constant("SLICES", slices);
+        if x.units.is_some() {
+            variant = variant.import("unit", "linear/unit/given.wgsl");
+        }
+        self.launch(kernels, variant, (&x.inputs, x.units.as_ref(), y), self.grid(kernels, 16 * slices, 1))
     }
 
     /// Workgroups of `outputs` outputs each, `depth` times.

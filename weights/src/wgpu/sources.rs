@@ -28,6 +28,7 @@ files![
     "linear/input/f32.wgsl",
     "linear/linear.wgsl",
     "linear/linear_matrix.wgsl",
+    "linear/linear_rows_matrix.wgsl",
     "linear/linear_tiles.wgsl",
     "linear/octet.wgsl",
     "linear/order_inputs.wgsl",
@@ -72,6 +73,9 @@ mod tests {
                     let variant = Variant::new(&SHADERS, "linear_matrix").with_f16().with_matrices();
                     let variant = variant.import("codes", codes).import("output", output).import("unit", unit);
                     compile(&variant.constant("PARTS", parts)).unwrap();
+                    let variant = Variant::new(&SHADERS, "linear_rows_matrix").with_f16().with_matrices();
+                    let variant = variant.import("codes", codes).import("output", output).import("unit", unit);
+                    compile(&variant.constant("SLICES", 2 * parts)).unwrap();
                 }
             }
         }

@@ -87,12 +87,12 @@ pub fn layer(case: &Case) -> QuantizedLinear {
     QuantizedLinear::new(PackedCodes::pack(case.bits, shape, &codes).unwrap(), groups, scales, zeros).unwrap()
 }
 
-/// Compares outputs with those of f64 for the activations that the device holds. Matrix tiles multiply with weights in
+/// Compares outputs with those of f64 for the activations that the device holds. Some kernels multiply with weights in
 /// f16.
 pub fn compare(case: &Case, quantized: &QuantizedLinear, path: Path, held: &[f64], got: &[f32]) {
-    let weights: Vec<f64> = match path {
-        Path::MatrixTiles => quantized.dequantize_f16().into_iter().map(f64::from).collect(),
-        _ => quantized.dequantize(),
+    let weights: Vec<f64> = match path.rounds_weights() {
+        true => quantized.dequantize_f16().into_iter().map(f64::from).collect(),
+        false => quantized.dequantize(),
     };
     let step = match case.y {
         ElementType::F32 => 0.0,
@@ -122,6 +122,11 @@ pub fn cases() -> Vec<Case> {
         cases.push(Case { x, y, rows: 3, outputs: 10, ..PLAIN });
     }
     cases.push(Case { rows: FEW_ROWS, outputs: 7, ..PLAIN });
+    for (bits, rows) in Bits::ALL.into_iter().zip([FEW_ROWS, 4, 9, 15]) {
+        // By matrices, where the device has them: rows that do not fill a matrix, outputs that fill no workgroup.
+        cases.push(Case { bits, rows, outputs: 76, inputs: 1024, ..PLAIN });
+        cases.push(Case { bits, rows, outputs: 264, inputs: 512, x: ElementType::Bf16, ..PLAIN });
+    }
     cases.push(Case { scales: ScaleKind::Single, ..PLAIN });
     cases.push(Case { group: 256, bits: Bits::Eight, x: ElementType::F32, ..PLAIN });
     cases

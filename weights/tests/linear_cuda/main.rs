@@ -1,5 +1,7 @@
 //! Products on an NVIDIA GPU against f64 products over the stored codes. `-- --ignored` runs them.
 
+#[path = "../golden_files/mod.rs"]
+mod golden_files;
 #[path = "../linear_cases/mod.rs"]
 mod linear_cases;
 
@@ -112,6 +114,30 @@ fn weights_equal_those_of_the_reference() {
         assert_eq!(got[..want.len()], want, "{case:?}");
         let behind: Vec<f64> = got[want.len()..].iter().map(|&x| x.into()).collect();
         assert_eq!(behind, before[want.len()..], "{case:?}: behind the weights");
+    }
+}
+
+/// The published products, from activations in f32, and in f16 where it holds them.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn golden_products() {
+    let on = device();
+    for case in golden_files::cases("w4a16.matmul", 3) {
+        let (quantized, _) = golden_files::gptq_layer(&case);
+        let linear = Linear::upload(&on.stream, &quantized).unwrap();
+        let given = case.floats("in.x");
+        let rows = given.len() / quantized.shape().inputs();
+        for of in [ElementType::F32, ElementType::F16] {
+            let (x, held) = tensor(&on, &given, of);
+            if held != case.values("in.x") {
+                continue;
+            }
+            let (y, _) = tensor(&on, &vec![0.0; rows * quantized.shape().outputs()], ElementType::F32);
+            let bound = linear.bind(&on.kernels, &x, rows, &y).unwrap();
+            bound.launch(&on.stream).unwrap();
+            let got = y.download(&on.stream).unwrap();
+            case.check("y", got.into_iter().map(f64::from));
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! `KVPACK_TEST_DRIVER` (lavapipe, swiftshader, system) says which driver is expected, as for kvpack's own tests.
 
+#[path = "../golden_files/mod.rs"]
+mod golden_files;
 #[path = "../linear_cases/mod.rs"]
 mod linear_cases;
 
@@ -9,7 +11,7 @@ use half::{bf16, f16};
 use kvpack_device::wgpu::{Checks, Kernels, Requirements, Tensor, choose_adapter, open_device};
 use kvpack_device::{ElementType, Elements};
 use kvpack_weights::wgpu::{BoundLinear, Linear};
-use kvpack_weights::{Bits, Error, MOST_ROWS};
+use kvpack_weights::{Bits, Error, MOST_ROWS, QuantizedLinear};
 use linear_cases::{
     Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, many_row_cases, ordered_cases, weight_cases,
 };
@@ -31,7 +33,7 @@ fn device() -> Device {
     let name = adapter.get_info().name;
     assert!(name.contains(expected), "the adapter is '{name}'");
     let experimental = match std::env::var("KVPACK_PATH").as_deref() {
-        // SAFETY: A test, whose kernels were seen to run with cooperative matrices.
+        // SAFETY: A test, which finds out whether the kernels are right.
         Ok("matrices") => unsafe { wgpu::ExperimentalFeatures::enabled() },
         _ => wgpu::ExperimentalFeatures::disabled(),
     };
@@ -56,6 +58,11 @@ fn tensor(on: &Device, numbers: &[f32], element_type: ElementType) -> (Tensor, V
     (tensor, held.into_iter().map(f64::from).collect())
 }
 
+/// A layer on the device. It takes the kernels with matrices where the device was opened with them.
+fn uploaded(on: &Device, quantized: &QuantizedLinear) -> Linear {
+    Linear::upload(&on.device, quantized).unwrap().with_matrices(&on.device)
+}
+
 fn run(on: &Device, bound: &BoundLinear, y: &Tensor) -> Vec<f32> {
     let mut encoder = on.device.create_command_encoder(&Default::default());
     bound.encode(&mut encoder.begin_compute_pass(&Default::default()));
@@ -68,7 +75,7 @@ fn check(on: &Device, case: Case) {
     let (x, held) = tensor(on, &floats(case.rows * case.inputs, 4), case.x);
     // Elements behind the outputs stay as they are.
     let (y, before) = tensor(on, &floats(case.rows * case.outputs + 6, 5), case.y);
-    let linear = Linear::upload(&on.device, &quantized).unwrap();
+    let linear = uploaded(on, &quantized);
     let bound = linear.bind(&on.kernels, &x, case.rows, &y).unwrap();
     let got = run(on, &bound, &y);
     assert_eq!(got, run(on, &bound, &y), "{case:?}: a second run");
@@ -101,7 +108,7 @@ fn weights_equal_those_of_the_reference() {
     let on = device();
     for case in weight_cases() {
         let quantized = layer(&case);
-        let linear = Linear::upload(&on.device, &quantized).unwrap();
+        let linear = uploaded(&on, &quantized);
         let want: Vec<f32> = quantized.dequantize_f16().into_iter().map(f32::from).collect();
         // Elements behind the weights stay as they are.
         let (weights, before) = tensor(&on, &floats(want.len() + 10, 5), ElementType::F16);
@@ -113,6 +120,28 @@ fn weights_equal_those_of_the_reference() {
         assert_eq!(got[..want.len()], want, "{case:?}");
         let behind: Vec<f64> = got[want.len()..].iter().map(|&x| x.into()).collect();
         assert_eq!(behind, before[want.len()..], "{case:?}: behind the weights");
+    }
+}
+
+/// The published products, from activations in f32, and in f16 where it holds them.
+#[test]
+fn golden_products() {
+    let on = device();
+    for case in golden_files::cases("w4a16.matmul", 3) {
+        let (quantized, _) = golden_files::gptq_layer(&case);
+        let linear = uploaded(&on, &quantized);
+        let given = case.floats("in.x");
+        let rows = given.len() / quantized.shape().inputs();
+        for of in [ElementType::F32, ElementType::F16] {
+            let (x, held) = tensor(&on, &given, of);
+            if held != case.values("in.x") {
+                continue;
+            }
+            let (y, _) = tensor(&on, &vec![0.0; rows * quantized.shape().outputs()], ElementType::F32);
+            let bound = linear.bind(&on.kernels, &x, rows, &y).unwrap();
+            let got = run(&on, &bound, &y);
+            case.check("y", got.into_iter().map(f64::from));
+        }
     }
 }
 
@@ -150,9 +179,9 @@ fn times() {
                 continue;
             }
             let quantized = large_layer(bits, outputs, inputs);
-            let first = Linear::upload(&on.device, &quantized).unwrap();
+            let first = uploaded(&on, &quantized);
             let bytes = first.bytes();
-            let more = (1..copies(bytes)).map(|_| Linear::upload(&on.device, &quantized).unwrap());
+            let more = (1..copies(bytes)).map(|_| uploaded(&on, &quantized));
             let layers: Vec<Linear> = std::iter::once(first.clone()).chain(more).collect();
             for rows in [1, 4, 16, 17, 512] {
                 let (x, _) = tensor(&on, &floats(rows * inputs, 4), ElementType::F16);

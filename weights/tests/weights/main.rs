@@ -2,6 +2,8 @@
 
 mod checkpoints;
 mod golden;
+#[path = "../golden_files/mod.rs"]
+mod golden_files;
 mod hostile;
 mod quantise;
 mod round_trips;

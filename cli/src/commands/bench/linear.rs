@@ -1,4 +1,4 @@
-//! Products of a few rows of activations with packed weights (`kvpack-weights`).
+//! Products of activations with packed weights (`kvpack-weights`).
 
 use anyhow::{Result, bail};
 use kvpack::cpu::Cpu;
@@ -6,7 +6,7 @@ use kvpack::plan::{ElementType, Elements};
 use kvpack::wgpu::Wgpu;
 use kvpack::wgpu::measure::{self, Encode, Repeats};
 use kvpack_report::{Median, Run};
-use kvpack_weights::{Bits, GroupSize, Groups, LinearShape, PackedCodes, QuantizedLinear};
+use kvpack_weights::{Bits, GroupSize, Groups, LinearShape, PackedCodes, Path, QuantizedLinear};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
@@ -22,13 +22,22 @@ const LAYERS: [[usize; 2]; 5] = [[4096, 4096], [8192, 8192], [14336, 4096], [819
 const SMALL_LAYERS: [[usize; 2]; 1] = [[256, 512]];
 
 /// Rows of activations.
-const ROWS: [usize; 3] = [1, 4, 16];
+const ROWS: [usize; 7] = [1, 4, 8, 16, 256, 512, 4096];
+
+/// Rows on a software device.
+const SMALL_ROWS: [usize; 4] = [1, 4, 16, 33];
+
+/// The most rows whose products are timed as those of one token are; more take longer, and are timed less often.
+const FEW_ROWS: usize = 16;
 
 /// Inputs of a group.
 const GROUP: usize = 128;
 
-/// Outputs that are compared with f64, of every row.
+/// Outputs that are compared with f64, of each of [`COMPARED_ROWS`] rows.
 const COMPARED: usize = 64;
+
+/// Rows whose outputs are compared with f64: all of a few rows.
+const COMPARED_ROWS: usize = 64;
 
 /// Bytes that the copies of a layer hold together, at least: several times the cache of any GPU.
 const FOOTPRINT: u64 = 384 << 20;
@@ -46,11 +55,20 @@ pub trait TimedLinear: Timed {
         Ok(())
     }
 
-    /// Binds `copies` copies of a layer to f16 activations `[rows, K]`, runs the first, and times them in turns.
+    /// A layer on the device.
+    type Layer;
+
+    /// Stores a layer on the device.
     ///
     /// # Errors
     /// When the device fails, or multiplies with no packed weights.
-    async fn time_linear(&self, linear: &QuantizedLinear, x: &[half::f16], copies: usize) -> Result<TimedProduct>;
+    fn upload_linear(&self, linear: &QuantizedLinear) -> Result<Self::Layer>;
+
+    /// Binds copies of a layer to f16 activations `[rows, K]`, runs the first, and times them in turns.
+    ///
+    /// # Errors
+    /// When the device fails, or multiplies with no packed weights.
+    async fn time_linear(&self, layers: &[Self::Layer], x: &[half::f16], rows: usize) -> Result<TimedProduct>;
 }
 
 /// What was found.
@@ -59,6 +77,8 @@ pub struct TimedProduct {
     pub outputs: Vec<f32>,
     /// Bytes of the layer on the device.
     pub bytes: u64,
+    /// The kernel.
+    pub path: Path,
     pub time: Median,
 }
 
@@ -77,7 +97,10 @@ struct LinearRow {
     outputs: usize,
     inputs: usize,
     rows: usize,
+    /// The kernel.
+    path: String,
     us: f64,
+    teraflops: f64,
     bytes: u64,
     /// Of the read bandwidth, by the bytes of codes and scales.
     bandwidth_percent: f64,
@@ -93,12 +116,13 @@ pub fn run<B: TimedLinear>(backend: &B, driver: String, json: bool) -> Result<()
     backend.check_linear()?;
     let is_gpu = backend.sizes().is_gpu();
     let layers: &[[usize; 2]] = if is_gpu { &LAYERS } else { &SMALL_LAYERS };
+    let rows: &[usize] = if is_gpu { &ROWS } else { &SMALL_ROWS };
     let run = provenance::run(driver, backend.guard_tolerance());
     let mut guard = pollster::block_on(Guard::new(backend))?;
     let bandwidth = pollster::block_on(backend.read_bandwidth())?;
     if !json {
         say!("read bandwidth {:.0} GB/s; groups of {GROUP}, f16 activations", bandwidth / 1e9)?;
-        say!("bits  outputs × inputs  rows        µs   GB/s  % read")?;
+        say!("bits  outputs × inputs  rows        µs   GB/s  % read  TFLOP/s  kernel")?;
     }
     let mut found = Vec::new();
     for bits in [Bits::Four, Bits::Two, Bits::Three, Bits::Eight] {
@@ -106,8 +130,11 @@ pub fn run<B: TimedLinear>(backend: &B, driver: String, json: bool) -> Result<()
         for &[outputs, inputs] in layers.iter().filter(|layer| bits == Bits::Four || **layer == [8192, 8192] || !is_gpu)
         {
             let linear = layer(bits, outputs, inputs)?;
-            for rows in ROWS {
-                let row = pollster::block_on(timed(backend, &linear, rows, bandwidth, &mut guard))?;
+            let packed = (linear.codes().words().len() * 4) as u64;
+            let copies = if is_gpu { FOOTPRINT.div_ceil(packed) + 1 } else { 2 };
+            let layers = (0..copies).map(|_| backend.upload_linear(&linear)).collect::<Result<Vec<_>>>()?;
+            for &rows in rows {
+                let row = pollster::block_on(timed(backend, &linear, &layers, rows, bandwidth, &mut guard))?;
                 if !json {
                     print_row(&row)?;
                 }
@@ -125,21 +152,30 @@ pub fn run<B: TimedLinear>(backend: &B, driver: String, json: bool) -> Result<()
 async fn timed<B: TimedLinear>(
     backend: &B,
     linear: &QuantizedLinear,
+    layers: &[B::Layer],
     rows: usize,
     bandwidth: f64,
     guard: &mut Guard,
 ) -> Result<LinearRow> {
     let (outputs, inputs) = (linear.shape().outputs(), linear.shape().inputs());
-    let x: Vec<half::f16> = (0..rows * inputs).map(|i| half::f16::from_f32((i as f32 * 0.7).sin())).collect();
-    let packed = (linear.codes().words().len() * 4) as u64;
-    let copies = if backend.sizes().is_gpu() { FOOTPRINT.div_ceil(packed) as usize + 1 } else { 2 };
+    let period: Vec<half::f16> = (0..(1 << 20) - 3).map(|i| half::f16::from_f32((i as f32 * 0.7).sin())).collect();
+    let x: Vec<half::f16> = period.into_iter().cycle().take(rows * inputs).collect();
     let (product, guard_low_percent) =
-        guard.watch(backend, async || backend.time_linear(linear, &x, copies).await).await?;
-    compare(linear, &x, &product.outputs)?;
+        guard.watch(backend, async || backend.time_linear(layers, &x, rows).await).await?;
+    compare(linear, product.path, &x, &product.outputs)?;
     let us = product.time.us();
-    let bandwidth_percent = 100.0 * product.bytes as f64 / (us * 1e-6) / bandwidth;
-    let bits = linear.bits().count();
-    Ok(LinearRow { bits, outputs, inputs, rows, us, bytes: product.bytes, bandwidth_percent, guard_low_percent })
+    Ok(LinearRow {
+        bits: linear.bits().count(),
+        outputs,
+        inputs,
+        rows,
+        path: product.path.to_string(),
+        us,
+        teraflops: 2e-6 * (rows * outputs) as f64 * inputs as f64 / us,
+        bytes: product.bytes,
+        bandwidth_percent: 100.0 * product.bytes as f64 / (us * 1e-6) / bandwidth,
+        guard_low_percent,
+    })
 }
 
 fn print_row(row: &LinearRow) -> Result<()> {
@@ -147,8 +183,9 @@ fn print_row(row: &LinearRow) -> Result<()> {
     let rate = row.bytes as f64 / row.us / 1e3;
     let is_steady = row.guard_low_percent <= UNSTEADY_PERCENT;
     let note = if is_steady { "" } else { "  the clock was not steady" };
-    let percent = row.bandwidth_percent;
-    say!("{:4}  {layer:>16}  {:4}  {:8.2}  {rate:5.0}  {percent:5.0} %{note}", row.bits, row.rows, row.us)?;
+    let (percent, teraflops, path) = (row.bandwidth_percent, row.teraflops, &row.path);
+    let head = format!("{:4}  {layer:>16}  {:4}  {:8.2}  {rate:5.0}", row.bits, row.rows, row.us);
+    say!("{head}  {percent:5.0} %  {teraflops:7.1}  {path}{note}")?;
     Ok(())
 }
 
@@ -164,16 +201,16 @@ fn layer(bits: Bits, outputs: usize, inputs: usize) -> Result<QuantizedLinear> {
     Ok(QuantizedLinear::new(PackedCodes::new(bits, shape, words)?, groups, scales, zeros)?)
 }
 
-/// Compares some outputs of every row with f64.
-fn compare(linear: &QuantizedLinear, x: &[half::f16], got: &[f32]) -> Result<()> {
-    let (outputs, inputs, groups) = (linear.shape().outputs(), linear.shape().inputs(), linear.groups().count());
-    for (row, x) in x.chunks_exact(inputs).enumerate() {
-        for output in (0..outputs).step_by((outputs / COMPARED).max(1)) {
+/// Compares some outputs of some rows with f64.
+fn compare(linear: &QuantizedLinear, path: Path, x: &[half::f16], got: &[f32]) -> Result<()> {
+    let (outputs, inputs) = (linear.shape().outputs(), linear.shape().inputs());
+    let rows = x.len() / inputs;
+    for output in (0..outputs).step_by((outputs / COMPARED).max(1)) {
+        let weights: Vec<f64> = (0..inputs).map(|input| weight(linear, path, output, input)).collect();
+        for row in (0..rows).step_by(rows.div_ceil(COMPARED_ROWS)) {
             let (mut want, mut absolute) = (0.0, 0.0);
-            for (input, x) in x.iter().enumerate() {
-                let at = output * groups + linear.groups().of(input);
-                let level = f64::from(linear.codes().code(output, input)) - f64::from(linear.zeros()[at]);
-                let product = x.to_f64() * f64::from(linear.scales()[at]) * level;
+            for (x, weight) in x[row * inputs..][..inputs].iter().zip(&weights) {
+                let product = x.to_f64() * weight;
                 want += product;
                 absolute += product.abs();
             }
@@ -187,50 +224,74 @@ fn compare(linear: &QuantizedLinear, x: &[half::f16], got: &[f32]) -> Result<()>
     Ok(())
 }
 
+fn weight(linear: &QuantizedLinear, path: Path, output: usize, input: usize) -> f64 {
+    let at = output * linear.groups().count() + linear.groups().of(input);
+    // Codes have 8 bits and zeros 9.
+    let level = linear.codes().code(output, input) as i16 - linear.zeros()[at] as i16;
+    let weight = linear.scales()[at] * f32::from(level);
+    if path.rounds_weights() { half::f16::from_f32(weight).to_f64() } else { weight.into() }
+}
+
 impl TimedLinear for Cpu {
     fn check_linear(&self) -> Result<()> {
         bail!(ONLY_A_REFERENCE)
     }
 
-    async fn time_linear(&self, _: &QuantizedLinear, _: &[half::f16], _: usize) -> Result<TimedProduct> {
+    type Layer = ();
+
+    fn upload_linear(&self, _: &QuantizedLinear) -> Result<()> {
+        bail!(ONLY_A_REFERENCE)
+    }
+
+    async fn time_linear(&self, _: &[()], _: &[half::f16], _: usize) -> Result<TimedProduct> {
         bail!(ONLY_A_REFERENCE)
     }
 }
 
 impl TimedLinear for Wgpu {
-    async fn time_linear(&self, linear: &QuantizedLinear, x: &[half::f16], copies: usize) -> Result<TimedProduct> {
-        let (outputs, inputs) = (linear.shape().outputs(), linear.shape().inputs());
-        let rows = x.len() / inputs;
+    type Layer = kvpack_weights::wgpu::Linear;
+
+    fn upload_linear(&self, linear: &QuantizedLinear) -> Result<Self::Layer> {
+        Ok(Self::Layer::upload(self.device(), linear)?)
+    }
+
+    async fn time_linear(&self, layers: &[Self::Layer], x: &[half::f16], rows: usize) -> Result<TimedProduct> {
         let x = kvpack::wgpu::Tensor::upload(self.device(), self.queue(), Elements::F16(x)).await?;
+        let outputs = layers.first().map_or(0, |layer| layer.shape().outputs());
         let y = kvpack::wgpu::Tensor::zeroed(self.device(), rows * outputs, ElementType::F16)?;
-        let layers = (0..copies).map(|_| kvpack_weights::wgpu::Linear::upload(self.device(), linear));
-        let layers = layers.collect::<kvpack_weights::Result<Vec<_>>>()?;
         let bound = layers.iter().map(|layer| layer.bind(self.kernels(), &x, rows, &y));
         let bound = bound.collect::<kvpack_weights::Result<Vec<_>>>()?;
         let encode = bound.iter().map(|bound| |pass: &mut wgpu::ComputePass<'_>| bound.encode(pass));
         let encode: Vec<_> = encode.collect();
         let work: Vec<Encode<'_>> = encode.iter().map(|encode| encode as Encode<'_>).collect();
-        let (warm_up, timed) = if self.sizes().is_gpu() { (200, 64) } else { (1, 3) };
-        let together = if self.sizes().is_gpu() { 32 } else { 1 };
-        let timing = measure::time(self, &work, Repeats { warm_up, timed, together }).await?;
+        let repeats = match (self.sizes().is_gpu(), rows > FEW_ROWS) {
+            (true, false) => Repeats { warm_up: 200, timed: 64, together: 32 },
+            (true, true) => Repeats { warm_up: 12, timed: 12, together: 4 },
+            (false, _) => Repeats { warm_up: 1, timed: 3, together: 1 },
+        };
+        let timing = measure::time(self, &work, repeats).await?;
         let outputs = y.download(self.device(), self.queue()).await?;
-        Ok(TimedProduct { outputs, bytes: layers[0].bytes(), time: Median::of_durations(&timing.sorted) })
+        let (bytes, path) = (layers[0].bytes(), bound[0].path());
+        Ok(TimedProduct { outputs, bytes, path, time: Median::of_durations(&timing.sorted) })
     }
 }
 
 #[cfg(feature = "cuda")]
 impl TimedLinear for kvpack::cuda::Cuda {
-    async fn time_linear(&self, linear: &QuantizedLinear, x: &[half::f16], copies: usize) -> Result<TimedProduct> {
+    type Layer = kvpack_weights::cuda::Linear;
+
+    fn upload_linear(&self, linear: &QuantizedLinear) -> Result<Self::Layer> {
+        Ok(Self::Layer::upload(self.stream(), linear)?)
+    }
+
+    async fn time_linear(&self, layers: &[Self::Layer], x: &[half::f16], rows: usize) -> Result<TimedProduct> {
         use std::time::Duration;
 
         use kvpack::cuda::{Tensor, time_launches};
 
-        let (outputs, inputs) = (linear.shape().outputs(), linear.shape().inputs());
-        let rows = x.len() / inputs;
         let x = Tensor::upload(self.stream(), Elements::F16(x))?;
+        let outputs = layers.first().map_or(0, |layer| layer.shape().outputs());
         let y = Tensor::zeroed(self.stream(), rows * outputs, ElementType::F16)?;
-        let layers = (0..copies).map(|_| kvpack_weights::cuda::Linear::upload(self.stream(), linear));
-        let layers = layers.collect::<kvpack_weights::Result<Vec<_>>>()?;
         let bound = layers.iter().map(|layer| layer.bind(self.kernels(), &x, rows, &y));
         let bound = bound.collect::<kvpack_weights::Result<Vec<_>>>()?;
         let launch = |at: usize| {
@@ -239,8 +300,10 @@ impl TimedLinear for kvpack::cuda::Cuda {
                 other => kvpack::Error::Gpu { message: other.to_string() },
             })
         };
-        let timing = time_launches(self, launch, bound.len().max(32), Duration::from_millis(100), 32)?;
+        let (launches, replays) = if rows > FEW_ROWS { (bound.len().max(8), 12) } else { (bound.len().max(32), 32) };
+        let timing = time_launches(self, launch, launches, Duration::from_millis(100), replays)?;
         let outputs = y.download(self.stream())?;
-        Ok(TimedProduct { outputs, bytes: layers[0].bytes(), time: Median::of_durations(&timing.sorted) })
+        let (bytes, path) = (layers[0].bytes(), bound[0].path());
+        Ok(TimedProduct { outputs, bytes, path, time: Median::of_durations(&timing.sorted) })
     }
 }
