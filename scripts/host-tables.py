@@ -97,10 +97,12 @@ def tables():
     some = ["candle", "f16", "saw-int4", "calibquant:1"]
     yield rates("decode-8b", batches, [1024, 8192, 32768])
     yield parts("decode-8b", [(1, 1024), (8, 32768), (64, 8192)], [*some, "kivi:2"])
+    yield rates("decode-8b-w4", batches, [1024, 8192, 32768])
+    yield parts("decode-8b-w4", [(1, 1024), (8, 32768), (64, 8192)], [*some, "kivi:2"])
     yield rates("decode-smollm2", batches, [1024, 4096, 8000])
     yield parts("decode-smollm2", [(1, 1024), (64, 8000)], some)
-    yield from (throughput(f"throughput-7b-{budget}g") for budget in (5, 20))
-    yield from (policy(name) for name in ("latency-7b", "latency-8b", "lookm-13b"))
+    yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g", "20g-w4"))
+    yield from (policy(name) for name in ("latency-7b", "latency-7b-w4", "latency-8b", "lookm-13b"))
     yield context("context-7b")
 
 

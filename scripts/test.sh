@@ -264,7 +264,11 @@ if scripts/supply-chain.sh install >"$logs/cargo-deny.log" 2>&1 </dev/null; then
 else
     not_run supply-chain "cargo-deny cannot be installed here, see target/test-logs/cargo-deny.log"
 fi
-not_run semver-checks "no version of kvpack is published yet, so there is nothing to compare the public interface with"
+if release=$(scripts/semver-checks.sh release); then
+    stage semver-checks scripts/semver-checks.sh "$release"
+else
+    not_run semver-checks "no commit has the tag of a release, v*, so there is nothing to compare the public interface with"
+fi
 stage fmt cargo fmt --all --check
 if command -v python3 >/dev/null; then
     stage host-tables python3 scripts/host-tables.py --check

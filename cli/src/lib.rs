@@ -19,8 +19,8 @@ mod provenance;
 pub mod readers;
 
 pub use model::{
-    Activation, Attention, Chunk, Config, ExactAttention, Fused, Inputs, LocalLayers, Model, ModelError,
-    PackedAttention, RopePairs, Tokenizer, softmax,
+    Activation, Attention, Chunk, Config, ExactAttention, Fused, Inputs, Linear, LocalLayers, Model, ModelError,
+    PackedAttention, Product, RopePairs, Tokenizer, softmax,
 };
 pub use provenance::run as this_run;
 

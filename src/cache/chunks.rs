@@ -8,11 +8,22 @@ use crate::counts::{collected, saturated};
 use crate::plan::{IndexShape, TokenRange};
 use crate::policy::ChunkSearch;
 
+/// How the chunks of a context lie in their stores. Attention does not depend on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ChunkOrder {
+    /// The chunks of a store are one span, and fill pages together.
+    #[default]
+    ByStore,
+    /// The order of the context. Neighbouring chunks of one store are a span, which has pages of its own: a chunk among
+    /// chunks of other stores takes the memory of a whole page. This is what reordering is compared with.
+    OfContext,
+}
+
 /// The store of each chunk of a context (Cocktail, arXiv 2503.23294). Tokens before the context, after its last whole
 /// chunk, and after the context stay in f16.
 ///
-/// Chunks of one store become one span: the packing kernel gathers them, so that reordering needs no separate pass.
-/// Attention does not depend on the order of tokens, and ignores chunks.
+/// Chunks of one store become one span, if no other [`ChunkOrder`] is set: the packing kernel gathers them, so that
+/// reordering needs no separate pass. Attention does not depend on the order of tokens, and ignores chunks.
 ///
 /// ```
 /// use kvpack::cache::{ChunkStores, KvCache, ModelRecipe, StoreId};
@@ -44,6 +55,7 @@ pub struct ChunkStores {
     context: TokenRange,
     chunk_tokens: usize,
     stores: Vec<StoreId>,
+    order: ChunkOrder,
 }
 
 /// The spans of a prompt in chunks, with their token numbers on a device.
@@ -51,6 +63,7 @@ pub struct ChunkStores {
 pub struct ChunkSpans<I> {
     before: Option<TokenRange>,
     gathered: Vec<(StoreId, I)>,
+    runs: Vec<(StoreId, TokenRange)>,
     after: Option<TokenRange>,
 }
 
@@ -69,7 +82,13 @@ impl ChunkStores {
             );
             return Err(Error::Chunks { reason });
         }
-        Ok(Self { context, chunk_tokens, stores })
+        Ok(Self { context, chunk_tokens, stores, order: ChunkOrder::default() })
+    }
+
+    /// The same chunks in another order.
+    #[must_use]
+    pub fn with_order(self, order: ChunkOrder) -> Self {
+        Self { order, ..self }
     }
 
     /// The store of every chunk.
@@ -77,8 +96,8 @@ impl ChunkStores {
         &self.stores
     }
 
-    /// The spans of a prompt of `tokens` tokens that begins with the tokens before the context. Spans of the last store
-    /// come first, as Cocktail puts the coarsest first. Uploads the token numbers that they gather.
+    /// The spans of a prompt of `tokens` tokens that begins with the tokens before the context. By store, spans of the
+    /// last store come first, as Cocktail puts the coarsest first. Uploads the token numbers that they gather.
     ///
     /// # Errors
     /// [`Error::PromptSpans`] when the context ends beyond the prompt; [`Error::NoTokens`] for 0 KV heads;
@@ -105,7 +124,11 @@ impl ChunkStores {
                 hint: "cut the prompt",
             });
         };
-        let mut stores = self.stores.clone();
+        let (mut stores, mut runs) = (Vec::new(), Vec::new());
+        match self.order {
+            ChunkOrder::ByStore => stores.extend_from_slice(&self.stores),
+            ChunkOrder::OfContext => runs = self.runs()?,
+        }
         stores.sort_unstable();
         stores.dedup();
         let mut gathered = Vec::with_capacity(stores.len());
@@ -117,7 +140,18 @@ impl ChunkStores {
         }
         let before = TokenRange::new(0, start).ok();
         let after = TokenRange::new(chunked, tokens).ok();
-        Ok(ChunkSpans { before, gathered, after })
+        Ok(ChunkSpans { before, gathered, runs, after })
+    }
+
+    /// The tokens of neighbouring chunks of one store, in the order of the context.
+    fn runs(&self) -> Result<Vec<(StoreId, TokenRange)>> {
+        let mut start = self.context.start();
+        let of = |alike: &[StoreId]| {
+            let (from, end) = (start, start + alike.len() * self.chunk_tokens);
+            start = end;
+            Ok((alike[0], TokenRange::new(from, end)?))
+        };
+        self.stores.chunk_by(PartialEq::eq).map(of).collect()
     }
 
     /// Tokens of the chunks in a store, ascending.
@@ -136,6 +170,7 @@ impl<I> ChunkSpans<I> {
     pub fn prompt(&self) -> Vec<PromptSpan<'_, I>> {
         let before = self.before.map(PromptSpan::f16);
         let gathered = self.gathered.iter().map(|(store, tokens)| PromptSpan::gather(tokens, *store));
-        before.into_iter().chain(gathered).chain(self.after.map(PromptSpan::f16)).collect()
+        let runs = self.runs.iter().map(|(store, tokens)| PromptSpan::run(*tokens, *store));
+        before.into_iter().chain(gathered).chain(runs).chain(self.after.map(PromptSpan::f16)).collect()
     }
 }

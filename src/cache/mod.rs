@@ -63,7 +63,7 @@ mod together;
 mod write_table;
 
 pub use budget::{Budget, Growth};
-pub use chunks::{ChunkSpans, ChunkStores};
+pub use chunks::{ChunkOrder, ChunkSpans, ChunkStores};
 pub use evictions::{EVICTIONS, Eviction};
 pub use kv_cache::KvCache;
 pub use layer_reads::StoredSpan;

@@ -56,7 +56,7 @@ fn further_store(value: &str) -> Parsed<Choice> {
 }
 
 /// Every option, with the value that it takes.
-const OPTIONS: [(&str, Option<&str>); 10] = [
+const OPTIONS: [(&str, Option<&str>); 12] = [
     ("window", Some("window=128")),
     ("sink", Some("sink=128")),
     ("tau", Some("tau=0,3")),
@@ -67,6 +67,8 @@ const OPTIONS: [(&str, Option<&str>); 10] = [
     ("merge", Some("merge=averaged")),
     ("text", Some("text=raised")),
     ("every", Some("every=512")),
+    ("reorder", Some("reorder=none")),
+    ("search", Some("search=none")),
 ];
 
 /// The message for an option that stands without a value.
@@ -86,7 +88,7 @@ pub(super) fn unknown_option(name: &str) -> String {
     format!(
         "there is no option '{name}'{near}; the options are window=TOKENS, sink=TOKENS, tau=τ1,τ2, query=int8|int16, \
          centre, store=METHOD and layers=0,1:METHOD, and of policies merge=none|averaged|pivotal|weighted, \
-         text=equal|raised|stays and every=TOKENS"
+         text=equal|raised|stays and every=TOKENS, and of mixtures reorder=none and search=none"
     )
 }
 

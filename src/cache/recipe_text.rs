@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::evictions::{EVICTIONS, Eviction, EvictionOption};
 use super::methods::Choice;
-use super::mixture::Mixture;
+use super::mixture::{Mixture, MixtureOption};
 use super::parsed::{Parsed, did_you_mean};
 use super::recipe_option::{RecipeOption, option_without_value};
 use super::{MOST_STORES, Recipe};
@@ -32,6 +32,8 @@ use crate::{Error, Result};
 ///         | "merge=" ("none" | "averaged" | "pivotal" | "weighted")   what becomes of evicted tokens (as the policy has it)
 ///         | "text=" ("equal" | "raised" | "stays")                    whether text goes before images (as the policy has it)
 ///         | "every=" tokens                after so many appended tokens the policy chooses anew from all that is held (never)
+///         | "reorder=none"                 the chunks of a mixture stay in the order of the context, each with pages of its own
+///         | "search=none"                  as many chunks of a mixture get each method, whatever they resemble
 /// ```
 ///
 /// The methods are [`METHODS`](super::METHODS), and the policies [`EVICTIONS`](super::EVICTIONS). Options apply to
@@ -211,7 +213,13 @@ fn parse(text: &str) -> Parsed<ModelRecipe> {
         let (name, value) = part.split_once('=').ok_or_else(|| option_without_value(part))?;
         match (name, EvictionOption::parse(name, value)) {
             ("layers", _) => recipe.layers.extend(layer_choices(value)?),
-            (_, None) => recipe.options.push(RecipeOption::parse(name, value)?),
+            (_, None) => match (MixtureOption::parse(name, value), &mut recipe.base) {
+                (None, _) => recipe.options.push(RecipeOption::parse(name, value)?),
+                (Some(option), Base::Mixture(mixture)) => mixture.apply(option?),
+                (Some(_), Base::Method(_)) => {
+                    return Err(format!("{part}: nothing is in chunks; cocktail and mix= store a context in chunks"));
+                }
+            },
             (_, Some(option)) => match &mut recipe.policy {
                 Some(policy) => option?.apply(policy, &mut recipe.every)?,
                 None => {
@@ -257,7 +265,7 @@ fn layer_choices(value: &str) -> Parsed<Vec<(usize, Choice)>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{METHODS, StoreId};
+    use super::super::{ChunkOrder, METHODS, StoreId};
     use super::*;
     use crate::backend::QueryPrecision;
     use crate::cache::Appended;
@@ -412,6 +420,32 @@ mod tests {
     }
 
     #[test]
+    fn mixtures_without_search_or_reordering() {
+        let stores = |text: &str, similarities: &[f32]| {
+            let recipe: ModelRecipe = text.parse().unwrap();
+            assert_eq!(recipe.to_string(), text);
+            recipe.mixture().unwrap().stores_of(similarities).unwrap()
+        };
+        let similarities: Vec<f32> = (0..100).map(|chunk| chunk as f32 / 100.0).collect();
+        let backwards: Vec<f32> = similarities.iter().rev().copied().collect();
+        for text in ["cocktail", "mix=f16:0.1,saw-int4:0.3,calibquant:2"] {
+            let scattered = stores(&format!("{text}+search=none"), &similarities);
+            assert_eq!(scattered, stores(&format!("{text}+search=none"), &backwards), "{text}");
+            let mut searched = stores(text, &similarities);
+            assert_ne!(scattered, searched, "{text}");
+            // The searched ones are in order, up to a tie; the scattered ones change from chunk to chunk.
+            assert!(scattered.chunk_by(PartialEq::eq).count() > 10 * searched.chunk_by(PartialEq::eq).count());
+            let mut sorted = scattered;
+            sorted.sort_unstable();
+            searched.sort_unstable();
+            assert_eq!(sorted, searched, "{text}: as many chunks in each store");
+        }
+        let order = |text: &str| text.parse::<ModelRecipe>().unwrap().mixture().unwrap().order();
+        assert_eq!(order("cocktail"), ChunkOrder::ByStore);
+        assert_eq!(order("cocktail+reorder=none+search=none+sink=64"), ChunkOrder::OfContext);
+    }
+
+    #[test]
     fn both_spellings_of_centre_are_one_recipe() {
         let recipe: ModelRecipe = "int4+center+sink=128".parse().unwrap();
         assert_eq!(recipe.to_string(), "int4+centre+sink=128");
@@ -435,6 +469,10 @@ mod tests {
             ("kivi:2+merge=none", "nothing is evicted"),
             ("kivi:2+every=512", "nothing is evicted"),
             ("cocktail+every=512", "nothing is evicted"),
+            ("cocktail+reorder=all", "none is needed"),
+            ("cocktail+search", "search needs a value, as in search=none"),
+            ("kivi:2+search=none", "nothing is in chunks"),
+            ("lookm:0.2/f16+reorder=none", "nothing is in chunks"),
             ("h2o:0.2+every=0", "at least 1"),
             ("h2o:0.2+every=x", "at least 1"),
             ("lookm:0.2/cocktail", "the methods are f16"),

@@ -86,6 +86,11 @@ fn recipes() -> Vec<Call> {
             let chunks = ChunkStores::new(TokenRange::new(0, 100).unwrap(), 32, vec![StoreId(u8::MAX); 3]).unwrap();
             done(block_on(chunks.upload(&Cpu::new(), heads, tokens)).is_ok());
         });
+        "cache::Mixture::chunks_of" => pairs(|a, b| sizes(|c| {
+            let recipe: ModelRecipe = "cocktail+search=none".parse().unwrap();
+            let (Some(mixture), Ok(context)) = (recipe.mixture(), TokenRange::new(a, b)) else { return };
+            done(mixture.chunks_of(context, c, &[0.1, 0.9, 0.5]));
+        }));
         "cache::Recipe::with_window" => sizes(|a| done(Recipe::calibquant(Bits::Two).with_window(a)));
         "cache::Recipe::with_sink" => sizes(|a| decoded(Recipe::pack_all(SegmentFormat::saw_int4()).with_sink(a)));
         "cache::Recipe::pack_all" => each_format(|&key| decoded(Recipe::pack_all(SegmentFormat { key, value: key })));

@@ -2,7 +2,7 @@
 
 use kvpack::AttentionShape;
 use kvpack::backend::Backend;
-use kvpack::cache::{ChunkStores, KvCache, ModelRecipe, PromptSpan, SpanPositions, StoreId, StoredSpan};
+use kvpack::cache::{ChunkOrder, ChunkStores, KvCache, ModelRecipe, SpanPositions, StoreId, StoredSpan};
 use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use pollster::block_on;
@@ -90,15 +90,9 @@ impl Mixed {
         block_on(permuted.prefill(0, layout, &keys, &values, &spans.prompt())).unwrap();
 
         let mut in_order = cache();
-        let mut start = self.before;
-        let mut prompt: Vec<PromptSpan<'_, B::Indices>> = Vec::new();
-        prompt.extend(TokenRange::new(0, self.before).ok().map(PromptSpan::f16));
-        for store in self.store_ids() {
-            prompt.push(PromptSpan::run(TokenRange::new(start, start + self.chunk_tokens).unwrap(), store));
-            start += self.chunk_tokens;
-        }
-        prompt.extend(TokenRange::new(start, self.tokens()).ok().map(PromptSpan::f16));
-        block_on(in_order.prefill(0, layout, &keys, &values, &prompt)).unwrap();
+        let spans = block_on(chunks.with_order(ChunkOrder::OfContext).upload(backend, 2, self.tokens())).unwrap();
+        block_on(in_order.prefill(0, layout, &keys, &values, &spans.prompt())).unwrap();
+        self.check_runs(&in_order);
 
         self.check_order(&permuted);
         if recipe.layer(0, &shape).is_centred() {
@@ -115,6 +109,21 @@ impl Mixed {
         let of_output: Vec<f64> = output(&in_order).into_iter().map(f64::from).collect();
         let error = nmse(&output(&permuted), &of_output);
         assert!(error <= limit, "{self:?}: {error:e}");
+    }
+
+    /// Every span is consecutive tokens, and neighbouring chunks of one store share a span.
+    fn check_runs<B: Backend>(&self, cache: &KvCache<B>) {
+        let mut next = 0;
+        let positions = block_on(cache.positions(0)).unwrap();
+        for positions in &positions {
+            let SpanPositions::Run(run) = positions else { panic!("{self:?}: nothing is gathered") };
+            assert_eq!(run.start(), next, "{self:?}");
+            next = run.end();
+        }
+        assert_eq!(next, self.tokens());
+        let runs = self.stores.chunk_by(PartialEq::eq).count();
+        let around = usize::from(self.before > 0) + usize::from(self.after > 0);
+        assert!((runs..=runs + around).contains(&positions.len()), "{self:?}: {} spans", positions.len());
     }
 
     /// Chunks of every precision hold their keys to within a step of what the keys are without the bias.

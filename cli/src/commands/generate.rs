@@ -166,8 +166,7 @@ fn rank(
     let texts: Result<_> = chunks.map(|chunk| model.tokenizer.decode(chunk)).collect();
     let ranking = Ranking::open(args.rank_by.as_ref().unwrap_or(&RankBy::Bm25))?;
     let query = Query { name: "query", text: args.prompt.as_deref().unwrap_or_default() };
-    let stores = mixture.stores_of(&ranking.chunks("", texts?)?.similarities(query)?)?;
-    Ok(ChunkStores::new(context, chunk_tokens, stores)?)
+    Ok(mixture.chunks_of(context, chunk_tokens, &ranking.chunks("", texts?)?.similarities(query)?)?)
 }
 
 /// Reads a prompt into a cache, its context in chunks; returns what [`read_by`] does.

@@ -112,7 +112,7 @@ impl Calibration {
         done: &mut dyn FnMut(&str, Option<&GptqReport>),
     ) -> Result<()> {
         for input in Input::ALL {
-            let inputs = model.layer_mut(index).projection(input.projections()[0]).weight().dim(1)?;
+            let inputs = model.layer_mut(index).projection(input.projections()[0]).weight()?.dim(1)?;
             let moments = Moments::new(inputs, seen.get(&input), full.and_then(|full| full.get(&input)))?;
             for &projection in input.projections() {
                 let name = projection.name(index);
@@ -186,7 +186,7 @@ fn fold(model: &mut Model, index: usize, input: Input, scales: &[f32], into: &mu
     let Some(norm) = layer.norm_before(input) else {
         let up = layer.projection(Projection::Up);
         let by = Tensor::new(scales, &Device::Cpu)?.reshape((scales.len(), 1))?;
-        up.set_weight(up.weight().broadcast_div(&by)?);
+        up.set_weight(up.weight()?.broadcast_div(&by)?);
         return Ok(scales.to_vec());
     };
     let old = norm.to_vec1::<f32>()?;
@@ -222,7 +222,7 @@ struct Weights {
 
 impl Weights {
     fn of(model: &mut Model, index: usize, projection: Projection) -> Result<Self> {
-        let weight = model.layer_mut(index).projection(projection).weight();
+        let weight = model.layer_mut(index).projection(projection).weight()?;
         Ok(Self { shape: weight.dims2()?, values: weight.flatten_all()?.to_vec1()? })
     }
 

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::quantized::gguf_file::Value;
 use kvpack::AttentionShape;
+use kvpack::cache::{ModelRecipe, Recipe};
 use kvpack::plan::LayerAttention;
 
 use super::ModelError;
@@ -148,6 +149,18 @@ impl Config {
             Some(local) => LayerAttention::default().with_window(local.left),
             None => LayerAttention::default(),
         }
+    }
+
+    /// The layers of a cache for the model.
+    ///
+    /// # Errors
+    /// [`ModelError::Layer`] when the recipe names a layer that the model does not have.
+    pub fn cache_layers(&self, recipe: &ModelRecipe) -> Result<Vec<(AttentionShape, Recipe)>, ModelError> {
+        if let Some(layer) = recipe.highest_layer().filter(|&layer| layer >= self.layers) {
+            return Err(ModelError::Layer { recipe: recipe.to_string(), layer, layers: self.layers });
+        }
+        let of_layer = |layer| recipe.layer(layer, &self.attention).with_attention(self.layer_attention(layer));
+        Ok((0..self.layers).map(|layer| (self.attention, of_layer(layer))).collect())
     }
 }
 

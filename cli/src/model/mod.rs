@@ -39,12 +39,13 @@ pub use calibrate::{Calibration, Method, Remarks};
 pub use config::{Activation, Config, LocalLayers, RopePairs};
 pub use dense_prompt::DensePrompt;
 pub use error::ModelError;
+
 pub use packed::PackedAttention;
 pub use projections::Projection;
 pub use quantized::QuantizedModel;
 pub use tokenizer::Tokenizer;
 pub use transformer::{Fused, Inputs, Model};
-pub use weights::Linear;
+pub use weights::{Linear, Product};
 
 /// Tokens of one forward pass over a text: a tile, so that chunks end where tiles do.
 pub const CHUNK_TOKENS: usize = kvpack::TILE_TOKENS;

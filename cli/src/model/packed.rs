@@ -18,7 +18,7 @@ use pollster::block_on;
 
 use super::dense_prompt::{of_queries, upload};
 use super::recompress::Recompression;
-use super::{Attention, Chunk, Config, DensePrompt, ModelError};
+use super::{Attention, Chunk, Config, DensePrompt};
 
 /// The only sequence of the cache.
 const SEQUENCE: usize = 0;
@@ -38,14 +38,7 @@ impl<B: Backend + Clone> PackedAttention<B> {
     /// # Errors
     /// When the recipe does not fit the model.
     pub fn new(backend: &B, config: &Config, recipe: &ModelRecipe) -> Result<Self> {
-        if let Some(layer) = recipe.highest_layer().filter(|&layer| layer >= config.layers) {
-            return Err(ModelError::Layer { recipe: recipe.to_string(), layer, layers: config.layers }.into());
-        }
-        let layer = |layer| {
-            let of_layer = recipe.layer(layer, &config.attention).with_attention(config.layer_attention(layer));
-            (config.attention, of_layer)
-        };
-        let layers: Vec<_> = (0..config.layers).map(layer).collect();
+        let layers = config.cache_layers(recipe)?;
         let again = recipe.every().zip(recipe.policy());
         let again = again.map(|(every, policy)| Recompression::new(every, policy.clone(), config.layers));
         Ok(Self { cache: ModelCache::new(backend, &layers, 1)?, again, time: Duration::ZERO })

@@ -78,11 +78,12 @@ pub fn replace_weights(model: &mut Model, folder: &Path) -> Result<()> {
             let linear = checkpoint.layer(&name)?;
             let shape = [linear.shape().outputs(), linear.shape().inputs()];
             let weight = layer.projection(projection);
-            if weight.weight().dims() != shape {
-                let reason = format!("its shape is {shape:?}, {:?} is needed", weight.weight().dims());
+            let needed = weight.weight()?.dims();
+            if needed != shape {
+                let reason = format!("its shape is {shape:?}, {needed:?} is needed");
                 return Err(ModelError::Tensor { name, reason }.into());
             }
-            weight.set_weight(Tensor::from_vec(linear.dequantize::<f32>(), &shape, &Device::Cpu)?);
+            weight.set_codes(linear)?;
         }
         for input in Input::ALL {
             let name = input.norm_name(index).filter(|name| dense.contains(&name.as_str()));

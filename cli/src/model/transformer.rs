@@ -8,7 +8,7 @@ use candle_core::{D, DType, Device, Tensor};
 
 use super::config::{Activation, RopePairs};
 use super::projections::{Input, Projection};
-use super::weights::{Linear, RandomTensors, Tensors, Weights};
+use super::weights::{Linear, Product, RandomTensors, Tensors, Weights};
 use super::{Attention, Chunk, Config, ModelError, Tokenizer, quantized};
 use crate::files;
 
@@ -182,6 +182,18 @@ impl Model {
         self.output = self.output.moved(device, dtype)?;
         let layers = self.layers.into_iter().map(|layer| layer.moved(device, dtype));
         self.layers = layers.collect::<candle_core::Result<_>>()?;
+        Ok(self)
+    }
+
+    /// The same with projections that are multiplied by what `make` makes of them. The embedding and the output layer
+    /// stay as they are.
+    ///
+    /// # Errors
+    /// What `make` says.
+    pub fn with_products(mut self, make: &mut dyn FnMut(&Linear) -> Result<Box<dyn Product>>) -> Result<Self> {
+        for linear in self.layers.iter_mut().flat_map(Layer::projections) {
+            linear.set_product(make(linear)?);
+        }
         Ok(self)
     }
 
@@ -448,6 +460,11 @@ impl Layer {
             Projection::Up => &mut self.up,
             Projection::Down => &mut self.down,
         }
+    }
+
+    fn projections(&mut self) -> [&mut Linear; 7] {
+        let Self { query, key, value, attention_output, gate, up, down, .. } = self;
+        [query, key, value, attention_output, gate, up, down]
     }
 
     fn norms(&mut self) -> impl Iterator<Item = &mut Tensor> {

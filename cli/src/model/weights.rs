@@ -4,6 +4,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use candle_core::{DType, Device, Tensor};
+use kvpack_weights::QuantizedLinear;
 
 use super::config::Metadata;
 use super::{ModelError, header};
@@ -14,12 +15,28 @@ pub struct Weights<R> {
     reader: R,
 }
 
-/// A dense layer: `x · weightᵀ + bias`.
+/// A layer: `x · weightᵀ + bias`.
 pub struct Linear {
-    /// `[outputs, inputs]`.
-    weight: Tensor,
+    weight: Weight,
     /// `[outputs]`.
     bias: Option<Tensor>,
+}
+
+/// What a layer multiplies with.
+enum Weight {
+    /// `[outputs, inputs]`, and the codes that it was dequantised from.
+    Dense { weight: Tensor, codes: Option<Box<QuantizedLinear>> },
+    /// In a form of its device.
+    Stored(Box<dyn Product>),
+}
+
+/// A weight in a form of its device, for example in codes.
+pub trait Product: Send + Sync {
+    /// `x · weightᵀ`: `[rows, inputs]` to `[rows, outputs]`, in the type of `x`.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn product(&self, x: &Tensor) -> candle_core::Result<Tensor>;
 }
 
 /// Tensors by the names that they have in GGUF files.
@@ -138,12 +155,26 @@ fn length(reader: &mut impl Seek) -> io::Result<u64> {
 impl Linear {
     /// A layer with a weight `[outputs, inputs]` and a bias `[outputs]`, or without one.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Self { weight, bias }
+        Self { weight: Weight::Dense { weight, codes: None }, bias }
     }
 
     /// `[outputs, inputs]`.
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
+    ///
+    /// # Errors
+    /// That the weight is in a form of its device.
+    pub fn weight(&self) -> candle_core::Result<&Tensor> {
+        match &self.weight {
+            Weight::Dense { weight, .. } => Ok(weight),
+            Weight::Stored(_) => candle_core::bail!("the weight is in a form of its device; read the model again"),
+        }
+    }
+
+    /// The codes that the weight was dequantised from, if the model's folder holds any.
+    pub fn codes(&self) -> Option<&QuantizedLinear> {
+        match &self.weight {
+            Weight::Dense { codes, .. } => codes.as_deref(),
+            Weight::Stored(_) => None,
+        }
     }
 
     /// True if a bias is added.
@@ -153,18 +184,41 @@ impl Linear {
 
     /// Sets another weight of the same shape.
     pub fn set_weight(&mut self, weight: Tensor) {
-        self.weight = weight;
+        self.weight = Weight::Dense { weight, codes: None };
     }
 
-    /// The same on another device and in another type.
-    pub fn moved(&self, device: &Device, dtype: DType) -> candle_core::Result<Self> {
+    /// Sets a weight in codes of the same shape.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn set_codes(&mut self, codes: QuantizedLinear) -> candle_core::Result<()> {
+        let shape = (codes.shape().outputs(), codes.shape().inputs());
+        let weight = Tensor::from_vec(codes.dequantize::<f32>(), shape, &Device::Cpu)?;
+        self.weight = Weight::Dense { weight, codes: Some(Box::new(codes)) };
+        Ok(())
+    }
+
+    /// Multiplies with another form of the same weight from now on.
+    pub fn set_product(&mut self, product: Box<dyn Product>) {
+        self.weight = Weight::Stored(product);
+    }
+
+    /// The same on another device and in another type. A weight in a form of its device stays there.
+    pub fn moved(self, device: &Device, dtype: DType) -> candle_core::Result<Self> {
         let moved = |tensor: &Tensor| tensor.to_device(device)?.to_dtype(dtype);
-        Ok(Self { weight: moved(&self.weight)?, bias: self.bias.as_ref().map(moved).transpose()? })
+        let weight = match self.weight {
+            Weight::Dense { weight, codes } => Weight::Dense { weight: moved(&weight)?, codes },
+            stored => stored,
+        };
+        Ok(Self { weight, bias: self.bias.as_ref().map(moved).transpose()? })
     }
 
     /// `[rows, inputs]` to `[rows, outputs]`.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let product = x.matmul(&self.weight.t()?)?;
+        let product = match &self.weight {
+            Weight::Dense { weight, .. } => x.matmul(&weight.t()?)?,
+            Weight::Stored(stored) => stored.product(x)?,
+        };
         match &self.bias {
             Some(bias) => product.broadcast_add(bias),
             None => Ok(product),

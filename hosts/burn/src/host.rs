@@ -29,6 +29,7 @@ impl Host {
         Ok(Self { decoder, steps, end })
     }
 
+    // --- step
     /// The residual stream of a batch whose step is open.
     fn stream(&mut self, cache: &ModelCache<Wgpu>, batch: &Batch) -> Result<Tensor<2>> {
         let open = cache.open_steps()?;
@@ -36,6 +37,7 @@ impl Host {
         let (tokens, positions) = (batch.tokens(), batch.positions());
         self.decoder.forward(&tokens, &positions, &mut |layer, rows| attention::attend(&step, layer, rows))
     }
+    // --- end
 
     /// The logits of every run that answers.
     pub fn logits(&mut self, cache: &ModelCache<Wgpu>, batch: &Batch) -> Result<Vec<Vec<f32>>> {

@@ -7,10 +7,12 @@ use kvpack::backend::Backend;
 use kvpack::cache::ModelCache;
 use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, RowLayout};
-use kvpack_cli::{Attention, Chunk, Inputs, Model, softmax};
+use kvpack_cli::{Attention, Chunk, Inputs, Model, Product, softmax};
+use kvpack_weights::QuantizedLinear;
 use pollster::block_on;
 
 use crate::rig::Rig;
+use crate::weights::CpuProduct;
 
 /// What a step computes: the layers of a model, or what stands for them, with the attention that it is given.
 pub type Layers<'a> = dyn Fn(&Inputs, &mut dyn Attention) -> Result<Tensor> + 'a;
@@ -98,6 +100,10 @@ impl Rig for CpuRig {
 
     fn on_device(&self, model: Model, _: DType) -> Result<Model> {
         Ok(model)
+    }
+
+    fn product(&self, linear: &QuantizedLinear) -> Result<Box<dyn Product>> {
+        Ok(Box::new(CpuProduct(linear.clone())))
     }
 
     fn steps(&self, _: &Model, _: usize, _: usize) -> Result<CpuSteps> {

@@ -8,16 +8,16 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use kvpack::backend::Backend;
-use kvpack::cache::{Budget, Growth, ModelCache, TokenRun};
+use kvpack::cache::{Budget, Growth, ModelCache};
 use kvpack::cpu::nmse;
 use kvpack_cli::Model;
-use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, PARTS, RECIPES, Tiny};
-use kvpack_serving::{Batch, BatchRun, Figures, Prompt, Request, Scheduler, Settings};
-use pollster::block_on;
+use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, RECIPES, Tiny};
+use kvpack_serving::{Figures, Prompt, Request, Scheduler, Settings};
 
 use crate::attention::Steps;
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::rig::Rig;
+use crate::weights;
 
 /// Rows of the steps of a check.
 const ROWS: usize = 260;
@@ -96,12 +96,15 @@ pub fn run<R: Rig>(rig: &R) -> Result<bool> {
         Ok(Host::new(model, steps))
     };
     let expected = LogitsFile::expected()?.logits;
-    let mut passed = true;
+    let mut passed = weights::check(rig)?;
     for family in FAMILIES {
         let mut host = host(model(family)?)?;
         for recipe in RECIPES {
-            let layers = cache_layers(&host.model().config, &recipe.parse()?)?;
-            let given = last_logits(&mut host, &mut ModelCache::new(backend, &layers, 1)?)?;
+            let layers = host.model().config.cache_layers(&recipe.parse()?)?;
+            let mut cache = ModelCache::new(backend, &layers, 1)?;
+            let given = tiny::last_logits(&mut cache, |cache, batch| -> Result<Vec<f32>> {
+                Ok(host.logits(cache, batch)?.get(0)?.to_vec1()?)
+            })?;
             let expected: Vec<f64> = expected[family][recipe].iter().map(|&x| f64::from(x)).collect();
             let error = nmse(&given, &expected);
             let largest = if recipe == "f16" { LARGEST } else { LARGEST_PACKED };
@@ -118,28 +121,13 @@ pub fn run<R: Rig>(rig: &R) -> Result<bool> {
     Ok(passed)
 }
 
-fn last_logits<B: Backend, S: Steps<B>>(host: &mut Host<S>, cache: &mut ModelCache<B>) -> Result<Vec<f32>> {
-    let (tokens, mut start, mut last) = (tiny::prompt(), 0, Vec::new());
-    for part in PARTS {
-        let run = if part == 1 { TokenRun::decode(0) } else { TokenRun::prompt(0, part) };
-        let tokens = tokens[start..start + part].to_vec();
-        let batch = Batch::new(vec![BatchRun { request: 0, run, start, tokens, answers: true }]);
-        block_on(cache.reserve_for_append(&[run]))?;
-        cache.begin_append(&[run])?;
-        last = host.logits(cache, &batch)?.get(0)?.to_vec1()?;
-        cache.commit()?;
-        start += part;
-    }
-    Ok(last)
-}
-
 /// Serves eight requests one by one, together, and together within 60 % of the memory.
 fn queue<B: Backend + Clone, S: Steps<B>>(
     backend: &B,
     host: &mut Host<S>,
     (family, recipe, prefixes): (&str, &str, usize),
 ) -> Result<bool> {
-    let layers = cache_layers(&host.model().config, &recipe.parse()?)?;
+    let layers = host.model().config.cache_layers(&recipe.parse()?)?;
     let settings = |sequences, prefixes| Settings { sequences, prefixes, rows: ROWS, chunk: 128 };
     let mut serve = |requests: Vec<Request>, settings: Settings, budget: Budget| -> Result<(Vec<Vec<u32>>, Figures)> {
         let cache = ModelCache::new(backend, &layers, settings.sequences + settings.prefixes)?.with_budget(budget);

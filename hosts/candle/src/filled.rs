@@ -7,16 +7,17 @@ use candle_core::Tensor;
 use kvpack::backend::Backend;
 use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, ModelRecipe, PromptSpan, StoreRoom, TokenRun};
 use kvpack::plan::{RowLayout, TokenRange};
-use kvpack_serving::{Batch, BatchRun, Model as _};
+use kvpack_serving::{Batch, BatchRun};
 use pollster::block_on;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::attention::Steps;
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
+use crate::own::largest;
 use crate::rig::Rig;
 
 /// What a step of decoding takes, the middle of several.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct StepTime {
     /// By the clock of the host, from one token to the next.
     pub step_ms: f64,
@@ -60,7 +61,7 @@ pub fn filled<R: Rig>(
     of: Contexts,
     chunks: Option<&ChunkStores>,
 ) -> Result<ModelCache<R::Backend>> {
-    let layers = cache_layers(&host.model().config, recipe)?;
+    let layers = host.model().config.cache_layers(recipe)?;
     let shape = host.model().config.attention;
     let mut cache =
         ModelCache::new(rig.backend(), &layers, of.sequences)?.with_budget(Budget::unlimited().growing(Growth::Exact));
@@ -109,16 +110,28 @@ pub fn step<B: Backend, S: Steps<B>>(
     cache: &mut ModelCache<B>,
     tokens: &[u32],
 ) -> Result<Vec<u32>> {
+    largest(&logits(host, cache, tokens)?)
+}
+
+/// The same step: the logits of every sequence.
+///
+/// # Errors
+/// What the model, the cache or the device report.
+pub fn logits<B: Backend, S: Steps<B>>(
+    host: &mut Host<S>,
+    cache: &mut ModelCache<B>,
+    tokens: &[u32],
+) -> Result<Tensor> {
     let batch = batch(cache, tokens)?;
     block_on(cache.reserve_for_append(&batch.token_runs()))?;
     cache.begin_append(&batch.token_runs())?;
-    let next = host.forward(cache, &batch).map_err(anyhow::Error::from_boxed)?;
+    let logits = host.logits(cache, &batch)?;
     cache.commit()?;
-    Ok(next)
+    Ok(logits)
 }
 
-/// Times steps of decoding for all sequences of a cache, and forgets its graphs. The first steps, in which kernels are compiled and graphs are
-/// captured, do not count.
+/// Times steps of decoding for all sequences of a cache, and forgets its graphs. The first steps, in which kernels are
+/// compiled and graphs are captured, do not count.
 ///
 /// # Errors
 /// What the model, the cache or the device report.

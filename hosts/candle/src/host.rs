@@ -1,11 +1,10 @@
 //! The command's decoder as a model of the scheduler.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use candle_core::{D, DType, Tensor};
-use kvpack::AttentionShape;
 use kvpack::backend::Backend;
-use kvpack::cache::{ModelCache, ModelRecipe, Recipe, TokenRun};
-use kvpack_cli::{Attention, Config, Inputs, Model};
+use kvpack::cache::{ModelCache, TokenRun};
+use kvpack_cli::{Attention, Inputs, Model};
 use kvpack_serving::Batch;
 
 use crate::attention::{Layers, Steps};
@@ -16,18 +15,6 @@ pub struct Host<S> {
     steps: S,
     stops: bool,
     records: bool,
-}
-
-/// The layers of a cache for a model.
-///
-/// # Errors
-/// When the recipe names a layer that the model does not have.
-pub fn cache_layers(config: &Config, recipe: &ModelRecipe) -> Result<Vec<(AttentionShape, Recipe)>> {
-    if let Some(layer) = recipe.highest_layer().filter(|&layer| layer >= config.layers) {
-        bail!("recipe '{recipe}' names layer {layer}; the model has layers 0..{}", config.layers);
-    }
-    let of_layer = |layer| recipe.layer(layer, &config.attention).with_attention(config.layer_attention(layer));
-    Ok((0..config.layers).map(|layer| (config.attention, of_layer(layer))).collect())
 }
 
 impl<S> Host<S> {

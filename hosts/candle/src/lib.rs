@@ -10,9 +10,10 @@ mod prompt;
 mod rig;
 mod serve;
 mod study;
+pub mod weights;
 
 pub use attention::{CpuRig, CpuSteps, Layers, Steps};
-pub use host::{Host, cache_layers};
+pub use host::Host;
 pub use rig::Rig;
 pub use serve::ServeArgs;
 pub use study::Study;

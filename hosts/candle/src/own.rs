@@ -22,19 +22,29 @@ impl<'a, R: Rig> OwnAttention<'a, R> {
     ///
     /// # Errors
     /// What the device reports.
-    pub fn new(rig: &'a R, config: &Config, sequences: usize, (length, more): (usize, usize)) -> Result<Self> {
+    pub fn new(
+        rig: &'a R,
+        (config, dtype): (&Config, DType),
+        sequences: usize,
+        (length, more): (usize, usize),
+    ) -> Result<Self> {
         let shape = (sequences, config.attention.kv_heads(), length + more, config.attention.head_dim());
-        let random = || Tensor::randn(0f32, 1.0, shape, rig.device())?.to_dtype(rig.dtype());
+        let random = || Tensor::randn(0f32, 1.0, shape, rig.device())?.to_dtype(dtype);
         let layers = (0..config.layers).map(|_| Ok((random()?, random()?))).collect::<Result<_>>()?;
         Ok(Self { rig, layers, length })
     }
 
     /// The next tokens of all sequences.
     fn step(&mut self, model: &Model, tokens: &[u32]) -> Result<Vec<u32>> {
+        largest(&self.logits(model, tokens)?)
+    }
+
+    /// The logits of the next tokens of all sequences.
+    fn logits(&mut self, model: &Model, tokens: &[u32]) -> Result<Tensor> {
         let inputs = model.inputs(tokens, &vec![self.length; tokens.len()])?;
         let stream = model.through_layers(&inputs, self)?;
         self.length += 1;
-        Ok(model.logits(&stream)?.to_dtype(DType::F32)?.argmax(D::Minus1)?.to_vec1()?)
+        model.logits(&stream)
     }
 }
 
@@ -60,7 +70,7 @@ impl<R: Rig> Attention for OwnAttention<'_, R> {
 /// What the device reports.
 pub fn decode<R: Rig>(rig: &R, model: &Model, (sequences, tokens): (usize, usize), steps: usize) -> Result<f64> {
     const FIRST: usize = 3;
-    let mut attention = OwnAttention::new(rig, &model.config, sequences, (tokens, FIRST + steps))?;
+    let mut attention = OwnAttention::new(rig, (&model.config, model.dtype()), sequences, (tokens, FIRST + steps))?;
     let mut next: Vec<u32> = (0..sequences as u32).map(|sequence| 7 + 13 * sequence % 400).collect();
     let mut times = Vec::new();
     for at in 0..FIRST + steps {
@@ -78,7 +88,7 @@ pub fn decode<R: Rig>(rig: &R, model: &Model, (sequences, tokens): (usize, usize
 /// # Errors
 /// What the device reports.
 pub fn greedy<R: Rig>(rig: &R, model: &Model, prompt: &[u32], output: usize) -> Result<Vec<u32>> {
-    let mut attention = OwnAttention::new(rig, &model.config, 1, (0, prompt.len() + output))?;
+    let mut attention = OwnAttention::new(rig, (&model.config, model.dtype()), 1, (0, prompt.len() + output))?;
     let mut text = prompt.to_vec();
     for at in 0..prompt.len() + output - 1 {
         let next = attention.step(model, &text[at..at + 1])?;
@@ -87,4 +97,26 @@ pub fn greedy<R: Rig>(rig: &R, model: &Model, prompt: &[u32], output: usize) -> 
         }
     }
     Ok(text.split_off(prompt.len()))
+}
+
+/// The logits behind the last token of a text, with candle's own attention in the type of the model.
+///
+/// # Errors
+/// What the device reports.
+pub fn logits<R: Rig>(rig: &R, model: &Model, text: &[u32]) -> Result<Vec<f32>> {
+    let mut attention = OwnAttention::new(rig, (&model.config, model.dtype()), 1, (0, text.len()))?;
+    let mut last = None;
+    for token in text {
+        last = Some(attention.logits(model, std::slice::from_ref(token))?);
+    }
+    let last = last.context("there is no text")?;
+    Ok(last.to_dtype(DType::F32)?.get(0)?.to_vec1()?)
+}
+
+/// The tokens with the largest logits.
+///
+/// # Errors
+/// What the device reports.
+pub fn largest(logits: &Tensor) -> Result<Vec<u32>> {
+    Ok(logits.to_dtype(DType::F32)?.argmax(D::Minus1)?.to_vec1()?)
 }

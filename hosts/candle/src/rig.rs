@@ -3,7 +3,8 @@
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use kvpack::backend::Backend;
-use kvpack_cli::Model;
+use kvpack_cli::{Model, Product};
+use kvpack_weights::QuantizedLinear;
 
 use crate::attention::Steps;
 
@@ -28,6 +29,12 @@ pub trait Rig {
     /// # Errors
     /// What the device reports.
     fn on_device(&self, model: Model, dtype: DType) -> Result<Model>;
+
+    /// Products with a projection in codes, on the device.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn product(&self, linear: &QuantizedLinear) -> Result<Box<dyn Product>>;
 
     /// Steps of this many layers and up to this many rows, in the type of the model.
     ///

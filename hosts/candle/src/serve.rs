@@ -9,9 +9,11 @@ use kvpack::backend::Device as _;
 use kvpack::cache::{Budget, ModelCache, ModelRecipe};
 use kvpack_cli::Model;
 use kvpack_serving::{Progress, Prompt, Scheduler, Settings, read_requests};
+use kvpack_weights::Bits;
 
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::rig::Rig;
+use crate::weights;
 
 /// Serves a queue of requests by continuous batching.
 #[derive(clap::Args)]
@@ -19,6 +21,9 @@ pub struct ServeArgs {
     /// A GGUF file of the Llama, Qwen2 or Gemma 3 family.
     #[arg(long)]
     model: PathBuf,
+    /// Projections in codes of so many bits, 2, 3, 4 or 8, in place of dense weights.
+    #[arg(long, value_name = "BITS", value_parser = weights::bits)]
+    weights: Option<Bits>,
     /// JSON lines: arrival_s, prompt or prompt_tokens (and shared_tokens), output_tokens.
     #[arg(long)]
     requests: PathBuf,
@@ -65,8 +70,9 @@ impl ServeArgs {
             recipe.policy().is_none(),
             "recipe '{recipe}' chooses tokens of whole prompts; prompts are served in parts"
         );
-        let model = rig.on_device(Model::load(&self.model)?, rig.dtype())?;
-        let (backend, layers) = (rig.backend(), cache_layers(&model.config, &recipe)?);
+        let model = weights::in_codes(rig, Model::load(&self.model)?, self.weights)?;
+        let model = rig.on_device(model, rig.dtype())?;
+        let (backend, layers) = (rig.backend(), model.config.cache_layers(&recipe)?);
         let settings = self.settings();
         let steps = rig.steps(&model, model.config.layers, settings.rows)?;
         let budget = self.memory_mib.map_or(Budget::unlimited(), |mib| Budget::of_bytes(mib << 20));

@@ -4,12 +4,13 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_host::{CpuSteps, Host, cache_layers, checks};
+use candle_host::{CpuRig, CpuSteps, Host, checks, weights};
 use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, TokenRun};
 use kvpack::cpu::{Cpu, nmse};
 use kvpack_cli::{Attention, Model, PackedAttention};
 use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, PARTS, RECIPES};
 use kvpack_serving::{Batch, BatchRun, Figures, Request, Scheduler, Settings};
+use kvpack_weights::Bits;
 use pollster::block_on;
 
 fn model(family: &str) -> Model {
@@ -40,7 +41,7 @@ fn batch(tokens: &[u32], runs: &[(TokenRun, usize)]) -> Batch {
 
 /// The host's logits of sequence 1 after the prompt of all tests, while sequence 0 gets tokens of its own.
 fn of_host(model: Model, recipe: &ModelRecipe, part: fn(usize, usize) -> TokenRun) -> Vec<f32> {
-    let mut cache = ModelCache::new(&Cpu::new(), &cache_layers(&model.config, recipe).unwrap(), 2).unwrap();
+    let mut cache = ModelCache::new(&Cpu::new(), &model.config.cache_layers(recipe).unwrap(), 2).unwrap();
     let mut host = Host::new(model, CpuSteps);
     let (tokens, mut position, mut last) = (tiny::prompt(), 0, Vec::new());
     for (at, tokens_of_part) in PARTS.into_iter().enumerate() {
@@ -107,10 +108,26 @@ fn logits_for_other_hosts_are_up_to_date() {
     }
 }
 
+/// A model in codes computes what its dequantised weights do, and differs from the model that it was rounded from.
+#[test]
+fn weights_in_codes_are_those_that_they_stand_for() {
+    assert!(weights::check(&CpuRig::default()).unwrap());
+    let recipe: ModelRecipe = "f16".parse().unwrap();
+    let given = |bits| {
+        let model = weights::in_codes(&CpuRig::default(), model("qwen2"), bits).unwrap();
+        assert_eq!(model.config.name.ends_with("4 bits"), bits == Some(Bits::Four), "{}", model.config.name);
+        of_host(model, &recipe, TokenRun::prompt)
+    };
+    let dense = given(None);
+    let [eight, four] = [Bits::Eight, Bits::Four].map(|bits| error(&given(Some(bits)), &dense));
+    assert!((1e-8..1e-3).contains(&eight) && (10.0 * eight..0.3).contains(&four), "{eight:e}, {four:e}");
+    assert!(weights::bits("5").unwrap_err().contains("2, 3, 4 and 8") && weights::bits("4") == Ok(Bits::Four));
+}
+
 fn serve(family: &str, recipe: &str, settings: Settings, budget: Budget) -> (Vec<Vec<u32>>, Figures) {
     let serve = |requests: Vec<Request>, settings: Settings, budget| {
         let model = model(family);
-        let layers = cache_layers(&model.config, &recipe.parse().unwrap()).unwrap();
+        let layers = model.config.cache_layers(&recipe.parse().unwrap()).unwrap();
         let cache = ModelCache::new(&Cpu::new(), &layers, settings.sequences + settings.prefixes).unwrap();
         let mut host = Host::new(model, CpuSteps);
         let scheduler = Scheduler::new(cache.with_budget(budget), settings, requests).unwrap();

@@ -3,8 +3,12 @@
 use std::collections::BTreeMap;
 
 use kvpack::AttentionShape;
+use kvpack::backend::Backend;
+use kvpack::cache::{ModelCache, TokenRun};
+use pollster::block_on;
 use serde::{Deserialize, Serialize};
 
+use crate::batch::{Batch, BatchRun};
 use crate::decoder::{Activation, Config, LocalLayers, RopePairs, Tensors};
 
 /// The families that there are.
@@ -61,6 +65,29 @@ impl LogitsFile {
 pub fn prompt() -> Vec<u32> {
     let tokens: usize = PARTS.iter().sum();
     (0..tokens).map(|i| ((i * i + 3 * i) % VOCABULARY) as u32).collect()
+}
+
+/// The logits after [`prompt`], which an empty cache gets in parts. `logits` returns those of the last row of a batch
+/// whose step is open.
+///
+/// # Errors
+/// What `logits` and the cache report.
+pub fn last_logits<B: Backend, E: From<kvpack::Error>>(
+    cache: &mut ModelCache<B>,
+    mut logits: impl FnMut(&mut ModelCache<B>, &Batch) -> Result<Vec<f32>, E>,
+) -> Result<Vec<f32>, E> {
+    let (tokens, mut start, mut last) = (prompt(), 0, Vec::new());
+    for part in PARTS {
+        let run = if part == 1 { TokenRun::decode(0) } else { TokenRun::prompt(0, part) };
+        let tokens = tokens[start..start + part].to_vec();
+        let batch = Batch::new(vec![BatchRun { request: 0, run, start, tokens, answers: true }]);
+        block_on(cache.reserve_for_append(&[run]))?;
+        cache.begin_append(&[run])?;
+        last = logits(cache, &batch)?;
+        cache.commit()?;
+        start += part;
+    }
+    Ok(last)
 }
 
 impl Tiny {

@@ -14,7 +14,7 @@ use kvpack_report::{RanksReport, read, recipes};
 const LINE: usize = 120;
 
 /// Before and behind a generated part: `<!-- made of nvidia-h200: decode -->` … `<!-- end -->`. What is not made of a
-/// device is made of the library.
+/// device is made of the library, or of a source file.
 const BEGIN: &str = "<!-- made of ";
 const END: &str = "<!-- end -->";
 
@@ -79,10 +79,27 @@ fn devices() -> Vec<String> {
     results.map(|path| path.file_stem().expect("a name").to_string_lossy().into_owned()).collect()
 }
 
+/// The lines of a source file between `// --- part` and `// --- end`, as a block of code.
+fn code(file: &str, part: &str) -> String {
+    let text = fs::read_to_string(root().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+    let (begin, end) = (format!("// --- {part}"), "// --- end");
+    let behind = text.lines().skip_while(|line| line.trim() != begin).skip(1);
+    let lines: Vec<&str> = behind.take_while(|line| line.trim() != end).collect();
+    assert!(!lines.is_empty(), "{file} has no lines between '{begin}' and '{end}'");
+    let indents = lines.iter().filter(|line| !line.trim().is_empty()).map(|line| line.len() - line.trim_start().len());
+    let indent = indents.min().unwrap_or(0);
+    let lines = lines.iter().map(|line| line.get(indent..).unwrap_or_default());
+    // Doctests have neither the crates nor the types around it.
+    format!("```rust,ignore\n{}\n```\n", lines.collect::<Vec<_>>().join("\n"))
+}
+
 /// What a part of the document at `path` is made of; nothing where the device has not been measured.
 fn made(path: &Path, of: &str, part: &str) -> String {
     if (of, part) == ("the library", "recipes") {
         return recipes::table().expect("recipes");
+    }
+    if of.ends_with(".rs") {
+        return code(of, part);
     }
     if let Some(part) = part.strip_prefix("ranks, ") {
         return ranks(of, part);

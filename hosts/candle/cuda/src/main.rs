@@ -4,6 +4,7 @@ mod attention;
 mod bridge;
 mod fused;
 mod steps;
+mod weights;
 
 use anyhow::{Result, bail};
 use candle_host::{Rig, ServeArgs, Study, checks};

@@ -13,10 +13,12 @@ use candle_nn::ops::softmax_last_dim;
 use kvpack::AttentionShape;
 use kvpack::cache::ModelCache;
 use kvpack::cuda::{Cuda, LaunchMemory, Tensor as KvTensor};
-use kvpack_cli::{Attention, Inputs, Model};
+use kvpack_cli::{Attention, Inputs, Model, Product};
+use kvpack_weights::QuantizedLinear;
 
 use crate::attention::{Bound, lend, open};
 use crate::fused::CandleKernels;
+use crate::weights::CudaProduct;
 
 /// Graphs that are kept. One serves a class of steps until sequences have grown by an eighth.
 const GRAPHS: usize = 8;
@@ -56,6 +58,10 @@ impl Rig for CudaRig {
 
     fn on_device(&self, model: Model, dtype: DType) -> Result<Model> {
         model.moved(&self.device, dtype)?.with_fused(Box::new(CandleKernels))
+    }
+
+    fn product(&self, linear: &QuantizedLinear) -> Result<Box<dyn Product>> {
+        Ok(Box::new(CudaProduct::new(&self.backend, linear)?))
     }
 
     fn steps(&self, model: &Model, layers: usize, rows: usize) -> Result<CudaSteps> {

@@ -11,7 +11,8 @@ use crate::filled::{self, Contexts, StepTime};
 use crate::host::Host;
 use crate::rig::Rig;
 
-/// Time per output token against the context: f16, KIVI, uniform codes and Cocktail's mixture of chunks.
+/// Time per output token against the context: f16, KIVI, uniform codes, and Cocktail's mixture of chunks, also without
+/// reordering and without search.
 #[derive(clap::Args)]
 pub struct ContextArgs {
     #[command(flatten)]
@@ -23,7 +24,11 @@ pub struct ContextArgs {
     #[arg(long, value_delimiter = ',', default_value = "1024,4096,16384,65536,131072")]
     tokens: Vec<usize>,
     /// How contexts are stored.
-    #[arg(long, value_delimiter = ',', default_value = "f16,kivi:4,kivi:2,int4,calibquant:2,cocktail")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "f16,kivi:4,kivi:2,int4,calibquant:2,cocktail,cocktail+reorder=none,cocktail+search=none"
+    )]
     recipes: Vec<String>,
     /// Steps that are timed.
     #[arg(long, default_value_t = 12)]
@@ -66,8 +71,7 @@ impl ContextArgs {
                     continue;
                 }
                 let chunks = parsed.mixture().map(|mixture| -> Result<ChunkStores> {
-                    let stores = mixture.stores_of(&similarities(tokens / CHUNK))?;
-                    Ok(ChunkStores::new(TokenRange::new(0, tokens)?, CHUNK, stores)?)
+                    Ok(mixture.chunks_of(TokenRange::new(0, tokens)?, CHUNK, &similarities(tokens / CHUNK))?)
                 });
                 let of = Contexts { sequences: batch, tokens, more: self.steps + 8 };
                 let mut cache = filled::filled(rig, &mut host, &parsed, of, chunks.transpose()?.as_ref())?;

@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use kvpack::cache::{ModelCache, ModelRecipe};
+use kvpack::cache::ModelRecipe;
 use kvpack_cli::Config;
 use serde::Serialize;
 
 use super::report::{self, ms};
-use super::{Common, f16_bytes, has_room, model_of};
+use super::{Common, f16_bytes, greedy, has_room, model_of};
 use crate::filled::{self, Contexts, StepTime};
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::own;
 use crate::rig::Rig;
 
@@ -71,7 +71,9 @@ impl DecodeArgs {
         let mut host = if self.without_graphs { host.without_records() } else { host };
         report::heading(rig, "decode", &name);
         if self.greedy > 0 {
-            println!("{}\n", greedy(rig, &mut host, self.greedy)?);
+            let (model, text) = greedy::compared(rig, host, self.greedy)?;
+            println!("{text}\n");
+            host = model;
         }
         println!("| batch × tokens | attention | tokens/s | step ms | attention ms | rest ms | host ms |");
         println!("| --- | --- | ---: | ---: | ---: | ---: | ---: |");
@@ -136,36 +138,8 @@ impl DecodeArgs {
     }
 }
 
-/// What greedy texts continue.
-const PROMPT: &str = "The history of the lighthouse begins with a storm that nobody in the village expected.";
-
 /// Bits of an element where most tokens lie.
 fn bits_of(config: &Config, recipe: &ModelRecipe) -> Result<f64> {
-    let (_, of_layer) = cache_layers(config, recipe)?.swap_remove(0);
+    let (_, of_layer) = config.cache_layers(recipe)?.swap_remove(0);
     Ok(of_layer.packed().format.bits_per_element(&config.attention))
-}
-
-/// Compares the greedy text of the model with the text that candle's own attention gives.
-fn greedy<R: Rig>(rig: &R, host: &mut Host<R::Steps>, output: usize) -> Result<String> {
-    // Random models know no text.
-    let prompt = host.model().tokenizer.encode_text(PROMPT).ok().filter(|prompt| !prompt.is_empty());
-    let prompt = prompt.unwrap_or_else(|| (0..24u32).map(|at| at * at * 131 + 17 * at + 5).collect());
-    let expected = own::greedy(rig, host.model(), &prompt, output)?;
-    let given = greedy_of(rig, host, &prompt, output)?;
-    let same = given.iter().zip(&expected).take_while(|(given, expected)| given == expected).count();
-    let verdict = if same == output { "equal" } else { "DIFFERENT" };
-    Ok(format!("greedy text of {output} tokens in f16, kvpack and candle: the first {same} are equal: {verdict}"))
-}
-
-fn greedy_of<R: Rig>(rig: &R, host: &mut Host<R::Steps>, prompt: &[u32], output: usize) -> Result<Vec<u32>> {
-    let layers = cache_layers(&host.model().config, &"f16".parse()?)?;
-    let mut cache = ModelCache::new(rig.backend(), &layers, 1)?;
-    let mut text = prompt.to_vec();
-    for at in 0..prompt.len() + output - 1 {
-        let next = filled::step(host, &mut cache, &text[at..at + 1])?;
-        if at + 1 >= prompt.len() {
-            text.extend(next);
-        }
-    }
-    Ok(text.split_off(prompt.len()))
 }

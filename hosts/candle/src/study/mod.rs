@@ -2,6 +2,7 @@
 
 mod context;
 mod decode;
+mod greedy;
 mod policy;
 mod report;
 mod throughput;
@@ -12,8 +13,10 @@ use anyhow::Result;
 use clap::ValueEnum;
 use kvpack::AttentionShape;
 use kvpack_cli::{Activation, Config, Model, RopePairs};
+use kvpack_weights::Bits;
 
 use crate::rig::Rig;
+use crate::weights;
 
 pub use context::ContextArgs;
 pub use decode::DecodeArgs;
@@ -60,6 +63,9 @@ struct Common {
     /// The shape `small` and the smallest sizes, on any machine.
     #[arg(long)]
     quick: bool,
+    /// Projections in codes of so many bits, 2, 3, 4 or 8, in place of dense weights.
+    #[arg(long, value_name = "BITS", value_parser = weights::bits)]
+    weights: Option<Bits>,
     /// Writes the rows as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -76,7 +82,7 @@ impl Common {
 
     /// The model, on a device.
     fn model<R: Rig>(&self, rig: &R) -> Result<Model> {
-        self.shape().model(rig)
+        self.shape().model(rig, self.weights)
     }
 }
 
@@ -97,7 +103,7 @@ pub enum Shape {
 }
 
 impl Shape {
-    fn model<R: Rig>(self, rig: &R) -> Result<Model> {
+    fn model<R: Rig>(self, rig: &R, weights: Option<Bits>) -> Result<Model> {
         let (layers, heads, kv_heads, head_dim, feed_forward) = match self {
             Self::B7 => (32, 32, 32, 128, 11008),
             Self::B8 => (32, 32, 8, 128, 14336),
@@ -118,7 +124,8 @@ impl Shape {
             embedding_scale: 1.0,
             local: None,
         };
-        rig.on_device(Model::random(config, VOCABULARY, rig.device(), rig.dtype())?, rig.dtype())
+        let model = Model::random(config, VOCABULARY, rig.device(), rig.dtype())?;
+        rig.on_device(weights::random_in_codes(rig, model, weights)?, rig.dtype())
     }
 }
 
@@ -136,7 +143,7 @@ impl std::fmt::Display for Shape {
 /// The model of a file, or a random one.
 fn model_of<R: Rig>(rig: &R, file: Option<&Path>, common: &Common) -> Result<Model> {
     match file {
-        Some(path) => rig.on_device(Model::load(path)?, rig.dtype()),
+        Some(path) => rig.on_device(weights::in_codes(rig, Model::load(path)?, common.weights)?, rig.dtype()),
         None => common.model(rig),
     }
 }

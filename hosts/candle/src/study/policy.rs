@@ -1,6 +1,7 @@
 //! `study policy`: prompts of which a policy keeps some tokens. What a step of decoding takes, what the choice costs
 //! next to reading the prompt, and what the cache holds (VL-Cache Tables 2 and 4, Figure 6; LOOK-M Table 4).
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -9,14 +10,15 @@ use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, StoreRoom, TokenRun
 use kvpack::plan::TokenRange;
 use kvpack::policy::Spans;
 use kvpack_cli::Model;
+use kvpack_report::page::Plot;
 use pollster::block_on;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::report::{self, ms};
 use super::{Common, f16_bytes, has_room};
 use crate::attention::Steps;
 use crate::filled::{self, Contexts, StepTime};
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::prompt::{self, ReadPrompt};
 use crate::rig::Rig;
 
@@ -43,12 +45,15 @@ pub struct PolicyArgs {
     /// Steps that are timed.
     #[arg(long, default_value_t = 12)]
     steps: usize,
+    /// Draws the plot of a file that --json wrote, and measures nothing.
+    #[arg(long, value_name = "FILE", requires = "plot")]
+    from: Option<PathBuf>,
 }
 
 /// Text behind the image.
 const TEXT: usize = 50;
 
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 struct Row {
     batch: usize,
     tokens: usize,
@@ -79,6 +84,9 @@ struct Prompt {
 
 impl PolicyArgs {
     pub fn run<R: Rig>(&self, rig: &R) -> Result<()> {
+        if let Some(path) = &self.from {
+            return report::draw(&self.common, &plot(&report::rows_of(path)?));
+        }
         let (batches, lengths) = match self.common.quick {
             true => (vec![2], vec![512]),
             false => (self.batches.clone(), self.tokens.clone()),
@@ -100,11 +108,7 @@ impl PolicyArgs {
         for &tokens in &lengths {
             self.of_length(rig, (&mut host, &mut reader), (&batches, tokens), &mut rows)?;
         }
-        let plot = || {
-            let of = |row: &Row| (format!("{} × {}", row.batch, row.recipe), row.tokens as f64, row.time.step_ms);
-            report::lines("Steps of decoding", ("tokens of a prompt", "ms"), rows.iter().map(of))
-        };
-        report::write(rig, &self.common, ("policy", &name), &rows, plot)
+        report::write(rig, &self.common, ("policy", &name), &rows, || plot(&rows))
     }
 
     fn of_length<R: Rig>(
@@ -161,7 +165,7 @@ impl PolicyArgs {
         let usable = read.as_mut().is_some_and(|read| read.observed.decide_by(policy.clone()).is_ok());
         if !usable {
             *read = None;
-            let cache = ModelCache::new(rig.backend(), &cache_layers(&model.config, recipe)?, 1)?;
+            let cache = ModelCache::new(rig.backend(), &model.config.cache_layers(recipe)?, 1)?;
             let spans = || Spans::new(tokens, &[TokenRange::new(0, tokens.saturating_sub(TEXT).max(1))?]);
             // The first time kernels are compiled; long prompts take longer than that.
             if tokens <= 1 << 15 {
@@ -181,7 +185,7 @@ impl PolicyArgs {
         prompt: &Prompt,
         rows: &mut Vec<Row>,
     ) -> Result<()> {
-        let layers = cache_layers(&host.model().config, recipe)?;
+        let layers = host.model().config.cache_layers(recipe)?;
         let mut cache =
             ModelCache::new(rig.backend(), &layers, batch)?.with_budget(Budget::unlimited().growing(Growth::Exact));
         let mut times = Vec::new();
@@ -230,6 +234,22 @@ impl PolicyArgs {
         rows.iter().last().into_iter().for_each(print);
         Ok(())
     }
+}
+
+/// Steps against prompts of several lengths, or against the cache that is kept of prompts of one length.
+fn plot(rows: &[Row]) -> Plot {
+    let first = rows.first().map(|row| row.tokens);
+    if rows.iter().any(|row| Some(row.tokens) != first) {
+        let of = |row: &Row| (format!("{} × {}", row.batch, row.recipe), row.tokens as f64, row.time.step_ms);
+        return report::lines("Steps of decoding", ("tokens of a prompt", "ms"), rows.iter().map(of));
+    }
+    // A line for each batch and method, whatever share it keeps.
+    let name = |recipe: &str| match recipe.split_once(':').zip(recipe.split_once('/')) {
+        Some(((policy, _), (_, method))) => format!("{policy}/{method}"),
+        None => recipe.to_owned(),
+    };
+    let of = |row: &Row| (format!("{} × {}", row.batch, name(&row.recipe)), row.cache_mib, row.time.step_ms);
+    report::lines("Steps of decoding", ("MiB of the cache", "ms"), rows.iter().map(of))
 }
 
 fn push_dense(rows: &mut Vec<Row>, (batch, prompt): (usize, &Prompt), dense: Option<&(f64, StepTime)>) {

@@ -8,7 +8,8 @@ use kvpack::backend::Device as _;
 use kvpack_cli::this_run;
 use kvpack_report::Run;
 use kvpack_report::page::{Plot, Point, Scale, Series};
-use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::Common;
 use crate::rig::Rig;
@@ -42,10 +43,24 @@ pub fn write<R: Rig, T: Serialize>(
         let report = Report { study, run: run(), device: rig.backend().name(), model, rows };
         to_file(path, &serde_json::to_string_pretty(&report)?)?;
     }
-    if let Some(path) = &common.plot {
-        to_file(path, &plot().file())?;
+    if common.plot.is_some() { draw(common, &plot()) } else { Ok(()) }
+}
+
+/// Writes a plot where an option names its file.
+pub fn draw(common: &Common, plot: &Plot) -> Result<()> {
+    common.plot.as_ref().map_or(Ok(()), |path| to_file(path, &plot.file()))
+}
+
+/// The rows of a file that [`write`] wrote.
+pub fn rows_of<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
+    #[derive(Deserialize)]
+    struct Rows<T> {
+        rows: Vec<T>,
     }
-    Ok(())
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let Rows { rows } =
+        serde_json::from_str(&text).with_context(|| format!("{} holds no rows of this study", path.display()))?;
+    Ok(rows)
 }
 
 fn to_file(path: &Path, text: &str) -> Result<()> {

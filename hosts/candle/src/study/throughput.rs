@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::{Common, VOCABULARY, report};
 use crate::attention::Steps as _;
 use crate::filled::{self, Contexts};
-use crate::host::{Host, cache_layers};
+use crate::host::Host;
 use crate::rig::Rig;
 
 /// Measures throughput under a memory budget, with random weights.
@@ -114,7 +114,7 @@ impl ThroughputArgs {
 
     fn row<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str) -> Result<Row> {
         let backend = rig.backend();
-        let mut layers = cache_layers(&host.model().config, &recipe.parse()?)?;
+        let mut layers = host.model().config.cache_layers(&recipe.parse()?)?;
         if recipe.starts_with("calibquant") {
             // As in the paper: prompts are packed, generated tokens stay in f16.
             for (_, of_layer) in &mut layers {

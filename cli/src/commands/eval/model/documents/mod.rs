@@ -11,7 +11,7 @@ use std::rc::Rc;
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use kvpack::Backend;
-use kvpack::cache::{ChunkStores, EVICTIONS, ModelRecipe, ObservedPrompt};
+use kvpack::cache::{ChunkStores, EVICTIONS, ModelRecipe, ObservedPrompt, StoreId};
 use kvpack::plan::TokenRange;
 use kvpack::policy::{ChunkSearch, Selection, Spans};
 use kvpack_report::page::of_documents;
@@ -281,12 +281,16 @@ impl Answers<'_> {
                 let query = Query { name: self.question.name, text: &self.question.words };
                 for (cut, chunks) in self.task.cuts.iter().zip(self.chunks) {
                     let mut stores = mixture.stores_of(&chunks.similarities(query)?)?;
-                    score(Stored::Chunks(ChunkStores::new(context, cut.tokens, stores.clone())?))?;
+                    let stored = |stores: &Vec<StoreId>| -> Result<Stored<'_, B>> {
+                        let chunks = ChunkStores::new(context, cut.tokens, stores.clone())?;
+                        Ok(Stored::Chunks(chunks.with_order(mixture.order())))
+                    };
+                    score(stored(&stores)?)?;
                     // As many chunks in each format, others.
                     let mut random = fastrand::Rng::with_seed(seed as u64);
                     for _ in 0..self.task.draws {
                         random.shuffle(&mut stores);
-                        score(Stored::Chunks(ChunkStores::new(context, cut.tokens, stores.clone())?))?;
+                        score(stored(&stores)?)?;
                     }
                 }
             } else if let Some(policy) = recipe.policy() {
