@@ -1,4 +1,4 @@
-//! A backend derived from another.
+//! A backend derived from another: every signature is written once, in the list of its family.
 
 use std::future::Future;
 
@@ -13,8 +13,242 @@ use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, Elements, Page, RowLayout, TokenWrite, WindowMove, WriteTable};
 use crate::policy::{ColumnRequest, Merging, ScoreRequest, StatsRequest};
 
+/// The methods of `Device`, as `$emit` is to have them of a forwarding type.
+macro_rules! device_methods {
+    ($emit:ident, $F:ty) => {
+        $emit! {
+            fn name(&self) -> String;
+            fn upload(&self, elements: Elements<'_>) -> impl Future<Output = Result<Tensor<$F>>>;
+            fn download(&self, tensor: &Tensor<$F>) -> impl Future<Output = Result<Vec<f32>>>;
+            fn upload_indices(
+                &self,
+                tokens: &[u32],
+                kv_heads: usize,
+                below: u32,
+            ) -> impl Future<Output = Result<Indices<$F>>>;
+            fn download_indices(&self, indices: &Indices<$F>) -> impl Future<Output = Result<Vec<u32>>>;
+            fn elements(&self, tensor: &Tensor<$F>) -> usize;
+        }
+    };
+}
+
+/// The methods of `Storage`, as `$emit` is to have them of a forwarding type.
+macro_rules! storage_methods {
+    ($emit:ident, $F:ty) => {
+        $emit! {
+            fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store<$F>>;
+            fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32;
+            fn add_shard(&self, store: &mut Store<$F>, pages: u32) -> impl Future<Output = Result<()>>;
+            fn drop_shard(&self, store: &mut Store<$F>);
+            fn available_bytes(&self) -> Option<u64>;
+            fn reserve_ranges(&self, store: &mut Store<$F>, slots: usize) -> impl Future<Output = Result<()>>;
+            fn reserve_centres(&self, store: &mut Store<$F>, slots: usize) -> impl Future<Output = Result<()>>;
+            fn read_spans(
+                &self,
+                places: &[(&Store<$F>, SpanPlace<'_>)],
+            ) -> impl Future<Output = Result<Vec<SpanBytes>>>;
+            fn begin_reads(&self, places: &[(&Store<$F>, SpanPlace<'_>)]) -> Result<SpanReads<$F>>;
+            fn have_arrived(&self, reads: &SpanReads<$F>) -> Result<bool>;
+            fn finish_reads(&self, reads: SpanReads<$F>) -> impl Future<Output = Result<Vec<SpanBytes>>>;
+            fn write_span(&self, store: &mut Store<$F>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()>;
+            fn span_layout(&self) -> &'static str;
+            fn store_bytes(&self, store: &Store<$F>) -> u64;
+        }
+    };
+}
+
+/// The methods of `Packing`, as `$emit` is to have them of a forwarding type.
+macro_rules! packing_methods {
+    ($emit:ident, $F:ty) => {
+        $emit! {
+            fn first_non_finite(
+                &self,
+                which: KeyOrValue,
+                tensor: &Tensor<$F>,
+                rows: &RowLayout,
+                shape: &AttentionShape,
+                largest: f32,
+            ) -> impl Future<Output = Result<Option<NonFinite>>>;
+            fn key_mean(&self, store: &mut Store<$F>, keys: &Tensor<$F>, centre: NewCentre) -> Result<()>;
+            fn quantize(
+                &self,
+                store: &mut Store<$F>,
+                keys: &Tensor<$F>,
+                values: &Tensor<$F>,
+                write: SpanWrite<'_, Indices<$F>>,
+            ) -> Result<()>;
+            fn pack_windows(
+                &self,
+                shape: &AttentionShape,
+                from: &Store<$F>,
+                to: &mut Store<$F>,
+                windows: &[WindowMove],
+            ) -> Result<()>;
+            fn append(
+                &self,
+                store: &mut Store<$F>,
+                keys: &Tensor<$F>,
+                values: &Tensor<$F>,
+                rows: RowLayout,
+                writes: &[TokenWrite],
+            ) -> Result<()>;
+            fn copy_page(&self, store: &mut Store<$F>, from: Page, to: Page) -> Result<()>;
+            fn write_step(
+                &self,
+                stores: &mut [&mut Store<$F>],
+                input: Option<WriteInput<'_, Tensor<$F>, Flags<$F>>>,
+                table: &WriteTable,
+            ) -> Result<()>;
+            fn create_non_finite_flags(&self, layers: usize) -> Result<Flags<$F>>;
+            fn read_non_finite_flags(&self, flags: &Flags<$F>) -> impl Future<Output = Result<Vec<FlaggedToken>>>;
+            fn clear_non_finite_flags(&self, flags: &Flags<$F>) -> Result<()>;
+            fn dequantize(&self, store: &Store<$F>, read: SpanRead<'_>) -> Result<(Tensor<$F>, Tensor<$F>)>;
+            fn dequantize_with(
+                &self,
+                store: &Store<$F>,
+                read: SpanRead<'_>,
+                rows: &mut Option<(Tensor<$F>, Tensor<$F>)>,
+            ) -> Result<()>;
+        }
+    };
+}
+
+/// The methods of `Attention`, as `$emit` is to have them of a forwarding type.
+macro_rules! attention_methods {
+    ($emit:ident, $F:ty) => {
+        $emit! {
+            fn arithmetic(
+                &self,
+                shape: &AttentionShape,
+                format: &SegmentFormat,
+                query: QueryPrecision,
+            ) -> Result<AttendArithmetic>;
+            fn attend(
+                &self,
+                plan: &AttendPlan,
+                stores: &[&Store<$F>],
+                queries: &Tensor<$F>,
+                options: AttendOptions,
+            ) -> impl Future<Output = Result<Tensor<$F>>>;
+            fn attend_into(
+                &self,
+                plan: &AttendPlan,
+                stores: &[&Store<$F>],
+                queries: &Tensor<$F>,
+                output: &mut Tensor<$F>,
+                options: AttendOptions,
+            ) -> impl Future<Output = Result<()>>;
+            fn attend_states(
+                &self,
+                plan: &AttendPlan,
+                stores: &[&Store<$F>],
+                queries: &Tensor<$F>,
+                options: AttendOptions,
+            ) -> impl Future<Output = Result<States<$F>>>;
+            fn uncentre_lse(
+                &self,
+                store: &Store<$F>,
+                queries: &Tensor<$F>,
+                centres: RowCentres<'_>,
+                states: States<$F>,
+            ) -> impl Future<Output = Result<States<$F>>>;
+            fn merge(
+                &self,
+                shape: &AttentionShape,
+                first: &States<$F>,
+                second: &States<$F>,
+            ) -> impl Future<Output = Result<States<$F>>>;
+            fn merge_parts(
+                &self,
+                shape: &AttentionShape,
+                parts: StateParts<'_, Tensor<$F>>,
+                output: &mut Tensor<$F>,
+                lse: Option<&mut Tensor<$F>>,
+            ) -> Result<()>;
+        }
+    };
+}
+
+/// The methods of `TokenSelection`, as `$emit` is to have them of a forwarding type.
+macro_rules! selection_methods {
+    ($emit:ident, $F:ty) => {
+        $emit! {
+            fn download_words(&self, words: &Words<$F>) -> impl Future<Output = Result<Vec<u32>>>;
+            fn measure_attention(
+                &self,
+                input: QueriesAndKeys<'_, Tensor<$F>>,
+                request: StatsRequest,
+                known_lse: Option<&Tensor<$F>>,
+            ) -> Result<Measured<$F>>;
+            fn measure_rows(&self, input: QueriesAndKeys<'_, Tensor<$F>>) -> Result<RowStatistics<Tensor<$F>>>;
+            fn measure_columns(
+                &self,
+                input: QueriesAndKeys<'_, Tensor<$F>>,
+                columns: ColumnRequest,
+                rows: &RowStatistics<Tensor<$F>>,
+            ) -> Result<Measured<$F>>;
+            fn add_attention(
+                &self,
+                input: NewQueries<'_, Tensor<$F>>,
+                columns: ColumnRequest,
+                sums: &mut Option<Tensor<$F>>,
+            ) -> Result<Option<Words<$F>>>;
+            fn begin_word_reads(&self, words: &[&Words<$F>], stores: &[&Store<$F>]) -> Result<SpanReads<$F>>;
+            fn token_scores(
+                &self,
+                sums: &Tensor<$F>,
+                kv_heads: usize,
+                request: &ScoreRequest<'_>,
+            ) -> Result<Scored<$F>>;
+            fn evicted(&self, kept: &Indices<$F>) -> Result<Indices<$F>>;
+            fn top_k(&self, scores: &Tensor<$F>, kv_heads: usize, k: usize) -> Result<Indices<$F>>;
+            fn gather(
+                &self,
+                shape: &AttentionShape,
+                rows: TensorRows<'_, Tensor<$F>>,
+                kept: &Indices<$F>,
+            ) -> Result<Tensor<$F>>;
+            fn merge_tokens(
+                &self,
+                input: KeptAndEvicted<'_, Tensor<$F>, Indices<$F>>,
+                merging: Merging,
+            ) -> Result<Merged<$F>>;
+            fn chunk_similarity(&self, query: &Tensor<$F>, chunks: &Tensor<$F>) -> Result<Tensor<$F>>;
+            fn reorder_chunks(
+                &self,
+                shape: &AttentionShape,
+                rows: TensorRows<'_, Tensor<$F>>,
+                chunk_tokens: usize,
+                order: &[u32],
+            ) -> Result<Tensor<$F>>;
+        }
+    };
+}
+
+/// Default methods that call those of the other backend.
+macro_rules! to_inner {
+    ($(fn $name:ident(&self $(, $arg:ident: $type:ty)* $(,)?) $(-> $ret:ty)?;)*) => {
+        $(
+            fn $name(&self $(, $arg: $type)*) $(-> $ret)? {
+                self.inner().$name($($arg),*)
+            }
+        )*
+    };
+}
+
+/// Methods of a family that call those of [`Forward`].
+macro_rules! to_forward {
+    ($(fn $name:ident(&self $(, $arg:ident: $type:ty)* $(,)?) $(-> $ret:ty)?;)*) => {
+        $(
+            fn $name(&self $(, $arg: $type)*) $(-> $ret)? {
+                self.0.$name($($arg),*)
+            }
+        )*
+    };
+}
+
 /// The differences from another backend. Every method calls that of [`Forward::inner`] unless it is overridden.
-/// [`Forwarding`](super::Forwarding) is the backend.
+/// [`Forwarding`] is the backend.
 ///
 /// ```
 /// use std::cell::Cell;
@@ -51,325 +285,46 @@ pub trait Forward {
     /// The other backend.
     fn inner(&self) -> &Self::Inner;
 
-    fn name(&self) -> String {
-        self.inner().name()
-    }
+    device_methods!(to_inner, Self);
+    storage_methods!(to_inner, Self);
+    packing_methods!(to_inner, Self);
+    attention_methods!(to_inner, Self);
+    selection_methods!(to_inner, Self);
+}
 
-    fn upload(&self, elements: Elements<'_>) -> impl Future<Output = Result<Tensor<Self>>> {
-        self.inner().upload(elements)
-    }
+/// The backend that a [`Forward`] describes: it forwards every call to another, except for the methods that are
+/// overridden.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Forwarding<F>(pub F);
 
-    fn download(&self, tensor: &Tensor<Self>) -> impl Future<Output = Result<Vec<f32>>> {
-        self.inner().download(tensor)
-    }
+impl<F: Forward> Device for Forwarding<F> {
+    type Tensor = <F::Inner as Device>::Tensor;
+    type Indices = Indices<F>;
 
-    fn upload_indices(
-        &self,
-        tokens: &[u32],
-        kv_heads: usize,
-        below: u32,
-    ) -> impl Future<Output = Result<Indices<Self>>> {
-        self.inner().upload_indices(tokens, kv_heads, below)
-    }
+    device_methods!(to_forward, F);
+}
 
-    fn download_indices(&self, indices: &Indices<Self>) -> impl Future<Output = Result<Vec<u32>>> {
-        self.inner().download_indices(indices)
-    }
+impl<F: Forward> Storage for Forwarding<F> {
+    type Store = <F::Inner as Storage>::Store;
+    type SpanReads = <F::Inner as Storage>::SpanReads;
 
-    fn elements(&self, tensor: &Tensor<Self>) -> usize {
-        self.inner().elements(tensor)
-    }
+    storage_methods!(to_forward, F);
+}
 
-    fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store<Self>> {
-        self.inner().create_store(shape, format)
-    }
+impl<F: Forward> Packing for Forwarding<F> {
+    type NonFiniteFlags = Flags<F>;
 
-    fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
-        self.inner().max_shard_pages(shape, format)
-    }
+    packing_methods!(to_forward, F);
+}
 
-    fn add_shard(&self, store: &mut Store<Self>, pages: u32) -> impl Future<Output = Result<()>> {
-        self.inner().add_shard(store, pages)
-    }
+impl<F: Forward> Attention for Forwarding<F> {
+    attention_methods!(to_forward, F);
+}
 
-    fn drop_shard(&self, store: &mut Store<Self>) {
-        self.inner().drop_shard(store);
-    }
+impl<F: Forward> TokenSelection for Forwarding<F> {
+    type Words = <F::Inner as TokenSelection>::Words;
 
-    fn available_bytes(&self) -> Option<u64> {
-        self.inner().available_bytes()
-    }
-
-    fn reserve_ranges(&self, store: &mut Store<Self>, slots: usize) -> impl Future<Output = Result<()>> {
-        self.inner().reserve_ranges(store, slots)
-    }
-
-    fn reserve_centres(&self, store: &mut Store<Self>, slots: usize) -> impl Future<Output = Result<()>> {
-        self.inner().reserve_centres(store, slots)
-    }
-
-    fn read_spans(&self, places: &[(&Store<Self>, SpanPlace<'_>)]) -> impl Future<Output = Result<Vec<SpanBytes>>> {
-        self.inner().read_spans(places)
-    }
-
-    fn begin_reads(&self, places: &[(&Store<Self>, SpanPlace<'_>)]) -> Result<SpanReads<Self>> {
-        self.inner().begin_reads(places)
-    }
-
-    fn have_arrived(&self, reads: &SpanReads<Self>) -> Result<bool> {
-        self.inner().have_arrived(reads)
-    }
-
-    fn finish_reads(&self, reads: SpanReads<Self>) -> impl Future<Output = Result<Vec<SpanBytes>>> {
-        self.inner().finish_reads(reads)
-    }
-
-    fn write_span(&self, store: &mut Store<Self>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()> {
-        self.inner().write_span(store, bytes, place)
-    }
-
-    fn span_layout(&self) -> &'static str {
-        self.inner().span_layout()
-    }
-
-    fn store_bytes(&self, store: &Store<Self>) -> u64 {
-        self.inner().store_bytes(store)
-    }
-
-    fn first_non_finite(
-        &self,
-        which: KeyOrValue,
-        tensor: &Tensor<Self>,
-        rows: &RowLayout,
-        shape: &AttentionShape,
-        largest: f32,
-    ) -> impl Future<Output = Result<Option<NonFinite>>> {
-        self.inner().first_non_finite(which, tensor, rows, shape, largest)
-    }
-
-    fn key_mean(&self, store: &mut Store<Self>, keys: &Tensor<Self>, centre: NewCentre) -> Result<()> {
-        self.inner().key_mean(store, keys, centre)
-    }
-
-    fn quantize(
-        &self,
-        store: &mut Store<Self>,
-        keys: &Tensor<Self>,
-        values: &Tensor<Self>,
-        write: SpanWrite<'_, Indices<Self>>,
-    ) -> Result<()> {
-        self.inner().quantize(store, keys, values, write)
-    }
-
-    fn pack_windows(
-        &self,
-        shape: &AttentionShape,
-        from: &Store<Self>,
-        to: &mut Store<Self>,
-        windows: &[WindowMove],
-    ) -> Result<()> {
-        self.inner().pack_windows(shape, from, to, windows)
-    }
-
-    fn append(
-        &self,
-        store: &mut Store<Self>,
-        keys: &Tensor<Self>,
-        values: &Tensor<Self>,
-        rows: RowLayout,
-        writes: &[TokenWrite],
-    ) -> Result<()> {
-        self.inner().append(store, keys, values, rows, writes)
-    }
-
-    fn copy_page(&self, store: &mut Store<Self>, from: Page, to: Page) -> Result<()> {
-        self.inner().copy_page(store, from, to)
-    }
-
-    fn write_step(
-        &self,
-        stores: &mut [&mut Store<Self>],
-        input: Option<WriteInput<'_, Tensor<Self>, Flags<Self>>>,
-        table: &WriteTable,
-    ) -> Result<()> {
-        self.inner().write_step(stores, input, table)
-    }
-
-    fn create_non_finite_flags(&self, layers: usize) -> Result<Flags<Self>> {
-        self.inner().create_non_finite_flags(layers)
-    }
-
-    fn read_non_finite_flags(&self, flags: &Flags<Self>) -> impl Future<Output = Result<Vec<FlaggedToken>>> {
-        self.inner().read_non_finite_flags(flags)
-    }
-
-    fn clear_non_finite_flags(&self, flags: &Flags<Self>) -> Result<()> {
-        self.inner().clear_non_finite_flags(flags)
-    }
-
-    fn dequantize(&self, store: &Store<Self>, read: SpanRead<'_>) -> Result<(Tensor<Self>, Tensor<Self>)> {
-        self.inner().dequantize(store, read)
-    }
-
-    fn dequantize_with(
-        &self,
-        store: &Store<Self>,
-        read: SpanRead<'_>,
-        rows: &mut Option<(Tensor<Self>, Tensor<Self>)>,
-    ) -> Result<()> {
-        self.inner().dequantize_with(store, read, rows)
-    }
-
-    fn arithmetic(
-        &self,
-        shape: &AttentionShape,
-        format: &SegmentFormat,
-        query: QueryPrecision,
-    ) -> Result<AttendArithmetic> {
-        self.inner().arithmetic(shape, format, query)
-    }
-
-    fn attend(
-        &self,
-        plan: &AttendPlan,
-        stores: &[&Store<Self>],
-        queries: &Tensor<Self>,
-        options: AttendOptions,
-    ) -> impl Future<Output = Result<Tensor<Self>>> {
-        self.inner().attend(plan, stores, queries, options)
-    }
-
-    fn attend_into(
-        &self,
-        plan: &AttendPlan,
-        stores: &[&Store<Self>],
-        queries: &Tensor<Self>,
-        output: &mut Tensor<Self>,
-        options: AttendOptions,
-    ) -> impl Future<Output = Result<()>> {
-        self.inner().attend_into(plan, stores, queries, output, options)
-    }
-
-    fn attend_states(
-        &self,
-        plan: &AttendPlan,
-        stores: &[&Store<Self>],
-        queries: &Tensor<Self>,
-        options: AttendOptions,
-    ) -> impl Future<Output = Result<States<Self>>> {
-        self.inner().attend_states(plan, stores, queries, options)
-    }
-
-    fn uncentre_lse(
-        &self,
-        store: &Store<Self>,
-        queries: &Tensor<Self>,
-        centres: RowCentres<'_>,
-        states: States<Self>,
-    ) -> impl Future<Output = Result<States<Self>>> {
-        self.inner().uncentre_lse(store, queries, centres, states)
-    }
-
-    fn merge(
-        &self,
-        shape: &AttentionShape,
-        first: &States<Self>,
-        second: &States<Self>,
-    ) -> impl Future<Output = Result<States<Self>>> {
-        self.inner().merge(shape, first, second)
-    }
-
-    fn merge_parts(
-        &self,
-        shape: &AttentionShape,
-        parts: StateParts<'_, Tensor<Self>>,
-        output: &mut Tensor<Self>,
-        lse: Option<&mut Tensor<Self>>,
-    ) -> Result<()> {
-        self.inner().merge_parts(shape, parts, output, lse)
-    }
-
-    fn download_words(&self, words: &Words<Self>) -> impl Future<Output = Result<Vec<u32>>> {
-        self.inner().download_words(words)
-    }
-
-    fn measure_attention(
-        &self,
-        input: QueriesAndKeys<'_, Tensor<Self>>,
-        request: StatsRequest,
-        known_lse: Option<&Tensor<Self>>,
-    ) -> Result<Measured<Self>> {
-        self.inner().measure_attention(input, request, known_lse)
-    }
-
-    fn measure_rows(&self, input: QueriesAndKeys<'_, Tensor<Self>>) -> Result<RowStatistics<Tensor<Self>>> {
-        self.inner().measure_rows(input)
-    }
-
-    fn measure_columns(
-        &self,
-        input: QueriesAndKeys<'_, Tensor<Self>>,
-        columns: ColumnRequest,
-        rows: &RowStatistics<Tensor<Self>>,
-    ) -> Result<Measured<Self>> {
-        self.inner().measure_columns(input, columns, rows)
-    }
-
-    fn add_attention(
-        &self,
-        input: NewQueries<'_, Tensor<Self>>,
-        columns: ColumnRequest,
-        sums: &mut Option<Tensor<Self>>,
-    ) -> Result<Option<Words<Self>>> {
-        self.inner().add_attention(input, columns, sums)
-    }
-
-    fn begin_word_reads(&self, words: &[&Words<Self>], stores: &[&Store<Self>]) -> Result<SpanReads<Self>> {
-        self.inner().begin_word_reads(words, stores)
-    }
-
-    fn token_scores(&self, sums: &Tensor<Self>, kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Scored<Self>> {
-        self.inner().token_scores(sums, kv_heads, request)
-    }
-
-    fn evicted(&self, kept: &Indices<Self>) -> Result<Indices<Self>> {
-        self.inner().evicted(kept)
-    }
-
-    fn top_k(&self, scores: &Tensor<Self>, kv_heads: usize, k: usize) -> Result<Indices<Self>> {
-        self.inner().top_k(scores, kv_heads, k)
-    }
-
-    fn gather(
-        &self,
-        shape: &AttentionShape,
-        rows: TensorRows<'_, Tensor<Self>>,
-        kept: &Indices<Self>,
-    ) -> Result<Tensor<Self>> {
-        self.inner().gather(shape, rows, kept)
-    }
-
-    fn merge_tokens(
-        &self,
-        input: KeptAndEvicted<'_, Tensor<Self>, Indices<Self>>,
-        merging: Merging,
-    ) -> Result<Merged<Self>> {
-        self.inner().merge_tokens(input, merging)
-    }
-
-    fn chunk_similarity(&self, query: &Tensor<Self>, chunks: &Tensor<Self>) -> Result<Tensor<Self>> {
-        self.inner().chunk_similarity(query, chunks)
-    }
-
-    fn reorder_chunks(
-        &self,
-        shape: &AttentionShape,
-        rows: TensorRows<'_, Tensor<Self>>,
-        chunk_tokens: usize,
-        order: &[u32],
-    ) -> Result<Tensor<Self>> {
-        self.inner().reorder_chunks(shape, rows, chunk_tokens, order)
-    }
+    selection_methods!(to_forward, F);
 }
 
 pub(super) type Tensor<F> = <<F as Forward>::Inner as Device>::Tensor;

@@ -13,10 +13,11 @@ mod attention;
 mod bound_classes;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod bound_layers;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod checks;
 mod device;
 mod filled;
 mod forward;
-mod forwarding;
 mod open_step;
 mod packing;
 mod selection;
@@ -32,10 +33,11 @@ pub(crate) use bound_classes::BoundClasses;
 pub(crate) use bound_layers::PartLayers;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use bound_layers::{LayerPlace, StepLayers, check_log_sum_exps, of_layer};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use checks::{check_index, check_indices};
 pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
-pub use forward::Forward;
-pub use forwarding::Forwarding;
+pub use forward::{Forward, Forwarding};
 pub use open_step::{LayerTensors, OpenStep, StagedSpan, StepKind, StepKinds, StoredLayers};
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, WriteInput};
 pub use selection::{

@@ -33,8 +33,8 @@ use crate::backend::{
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, ElementType, Elements, LayerWrites, Page, PageCopy, RowLayout, Rows, TokenIndices, TokenWrite,
-    WindowCapacity, WindowMove, WriteLayout, WriteTable,
+    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, Rows, TokenIndices, TokenWrite, WindowMove,
+    WriteTable, append_table, copy_table, windows_table,
 };
 use crate::policy::{ColumnRequest, HeadAggregation, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
@@ -293,12 +293,8 @@ impl Packing for Cuda {
     }
 
     fn pack_windows(&self, shape: &AttentionShape, from: &Store, to: &mut Store, windows: &[WindowMove]) -> Result<()> {
-        let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
-        let pair = WindowCapacity { from: 0, to: 1, windows: windows.len(), newer: 0 };
-        let layout = Arc::new(WriteLayout::new(*shape, 0, stores, vec![pair])?);
-        let mut table = WriteTable::new(&layout);
-        table.set(&LayerWrites { windows: vec![windows.to_vec()], ..LayerWrites::of(&layout) })?;
-        self.run_pack_step(&[from, to], None, &table)
+        let stores = [from.step_capacity(0, 0), to.step_capacity(0, 0)];
+        self.run_pack_step(&[from, to], None, &windows_table(shape, stores, windows)?)
     }
 
     fn append(
@@ -309,23 +305,13 @@ impl Packing for Cuda {
         rows: RowLayout,
         writes: &[TokenWrite],
     ) -> Result<()> {
-        if writes.is_empty() {
-            return Err(Error::NoTokens { what: "append", hint: "pass at least one token" });
-        }
-        let layout = WriteLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
-        let layout = Arc::new(layout);
-        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
-        step.stores[0].tokens.extend_from_slice(writes);
-        table.set(&step)?;
+        let table = append_table(store.shape(), store.step_capacity(writes.len(), 0), rows.tokens, writes)?;
         let flags = self.scratch().flags(&self.stream)?;
         self.run_pack_step(&[store], Some(WriteInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
     }
 
     fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
-        let layout = Arc::new(WriteLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
-        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
-        step.stores[0].copies.push(PageCopy { from, to });
-        table.set(&step)?;
+        let table = copy_table(store.shape(), store.step_capacity(0, 1), PageCopy { from, to })?;
         self.run_pack_step(&[store], None, &table)
     }
 

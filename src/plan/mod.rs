@@ -44,10 +44,14 @@ pub use split::Split;
 pub use tokens::{IndexShape, Rows, TokenIndices};
 pub use visible::{TreeMask, Visible};
 pub(crate) use write::BackendStore;
+#[cfg(feature = "wgpu")]
+pub(crate) use write::windows_layout;
 pub use write::{
     KeyMean, LayerWrites, MOST_MEAN_TOKENS, PageCopy, StoreCapacity, StoreWrites, TokenWrite, WindowCapacity,
     WindowMove, WriteLayout, WriteTable,
 };
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use write::{append_table, copy_table, windows_table};
 #[cfg(feature = "cuda")]
 pub(crate) use {
     blocks::{Block, Part, Spread, blocks},

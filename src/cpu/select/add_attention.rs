@@ -21,6 +21,7 @@ pub(in crate::cpu) fn add_attention(
     sums: &mut Option<CpuTensor>,
 ) -> Result<Option<Vec<u32>>> {
     input.check(&columns, |tensor| tensor.elements().len())?;
+    let of_sums = input.sums(&columns);
     let NewQueries { shape, rows, queries, first_row, log_sum_exps, keys, tokens } = input;
     let (heads, head_dim) = (shape.query_heads(), shape.head_dim());
     let mut own = vec![0.0; rows.len() * heads * head_dim];
@@ -44,7 +45,6 @@ pub(in crate::cpu) fn add_attention(
             attention_column_stats(&input, all, columns, &measured.lse, &measured.max)?
         }
     };
-    let of_sums = columns.aggregation.rows(heads, shape.kv_heads()) * tokens;
     let mut added = match sums {
         Some(sums) => sums.to_f32(),
         None => filled("sums of a prompt", of_sums, 0.0)?,

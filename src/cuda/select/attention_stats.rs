@@ -172,7 +172,7 @@ impl AttentionStatsPlan {
         let [queries, keys] = layouts;
         rows.check_tensors(queries.tokens, keys.tokens)?;
         let log_threshold = request.log_threshold()?;
-        check_index("column sums", shape.query_heads().saturating_mul(rows.tokens()))?;
+        check_index("column sums", shape.query_heads().saturating_mul(rows.tokens()) as u64)?;
         Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, adding: None })
     }
 
@@ -227,8 +227,8 @@ impl AttentionStatsPlan {
         let queries = RowLayout { tokens: new.rows.len(), ..new.queries.layout };
         let request = StatsRequest { columns, rows: source };
         let plan = Self::new(&new.shape, new.rows.clone(), [queries, new.keys.layout], request)?;
-        check_index("the sums of a prompt", new.sums(&columns))?;
-        check_index("the log-sum-exps of a step", (new.first_row + new.rows.len()) * new.shape.query_heads())?;
+        check_index("the sums of a prompt", new.sums(&columns) as u64)?;
+        check_index("the log-sum-exps of a step", ((new.first_row + new.rows.len()) * new.shape.query_heads()) as u64)?;
         let plan = Self { adding: Some(new.tokens), ..plan };
         let first = new.queries.layout.row(new.first_row, 0);
         let queries = new.queries.tensor.slice(first, new.queries.tensor.elements() - first)?;

@@ -42,7 +42,7 @@ impl ChunkSimilarityPlan {
     /// than a 32-bit index can count.
     pub fn new(width: usize, chunks: usize) -> Result<Self> {
         let elements = width.saturating_mul(chunks);
-        check_index("the elements of all embeddings", elements)?;
+        check_index("the elements of all embeddings", elements as u64)?;
         check_widths(width, elements)?;
         if chunks == 0 {
             return Err(Error::Chunks { reason: "there are no embeddings to compare".into() });

@@ -21,9 +21,9 @@ pub use token_scores::TokenScoresPlan;
 pub use top_k::TopKPlan;
 pub use words::Words;
 
-use super::device::indices::Indices;
 use super::device::tensor::Tensor;
-use crate::plan::{ElementType, TokenIndices};
+use crate::backend::{check_index, check_indices};
+use crate::plan::ElementType;
 use crate::{Error, Result};
 
 /// Checks that `output` holds `expected` elements of the type `element_type`.
@@ -37,23 +37,4 @@ fn check_output(what: &'static str, output: &Tensor, expected: usize, element_ty
         return Err(Error::Buffer { what, reason });
     }
     Ok(())
-}
-
-/// Checks that there are `count` indices for each KV head.
-fn check_indices(what: &'static str, indices: &Indices, kv_heads: usize, count: usize) -> Result<()> {
-    let given = indices.shape();
-    if (given.kv_heads(), given.count()) == (kv_heads, count) {
-        return Ok(());
-    }
-    let shape = format!("[{kv_heads}, {count}]; they are [{}, {}]", given.kv_heads(), given.count());
-    Err(Error::Elements { what, given: given.indices(), expected: kv_heads * count, shape })
-}
-
-/// Checks that a 32-bit index can count `needed` of `what`.
-fn check_index(what: &str, needed: usize) -> Result<()> {
-    let (needed, allowed) = (needed as u64, u64::from(u32::MAX));
-    if needed <= allowed {
-        return Ok(());
-    }
-    Err(Error::Limit { what: what.into(), needed, allowed, hint: "pass fewer tokens at once" })
 }

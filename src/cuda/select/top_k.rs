@@ -51,7 +51,7 @@ impl TopKPlan {
         if k == 0 || kv_heads == 0 {
             return Err(Error::NoTokens { what: "top_k", hint: "choose at least one score" });
         }
-        check_index("the scores of all heads", kv_heads.saturating_mul(n))?;
+        check_index("the scores of all heads", kv_heads.saturating_mul(n) as u64)?;
         // If 32 bits count the scores of all heads, they count those of one.
         Ok(Self { n, chosen: IndexShape::new(kv_heads, k, n as u32)? })
     }

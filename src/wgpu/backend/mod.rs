@@ -8,14 +8,15 @@ pub use recorded::Recorded;
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use crate::Result;
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
     QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, ElementType, Elements, LayerWrites, Page, PageCopy, RowLayout, TokenWrite, WindowCapacity, WindowMove,
-    WriteLayout, WriteTable,
+    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, TokenWrite, WindowMove, WriteTable, append_table,
+    copy_table, windows_layout, windows_table,
 };
 use crate::wgpu::attend::{
     AttendStep, AttendTensors, MergePairPlan, MergePartsPlan, Scratch, ScratchBytes, UncentreLsePlan, arithmetic,
@@ -28,7 +29,6 @@ use crate::wgpu::device::{
 use crate::wgpu::pack::{
     DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, rotated_window_bytes,
 };
-use crate::{Error, Result};
 
 /// Maximum bytes of rotated rows that wait to be packed, unless a single window has more.
 const SCRATCH_BYTES: u64 = 16 << 20;
@@ -311,21 +311,14 @@ impl Packing for Wgpu {
     fn pack_windows(&self, shape: &AttentionShape, from: &Store, to: &mut Store, windows: &[WindowMove]) -> Result<()> {
         from.check_planned("pack windows", shape, from.format())?;
         to.check_planned("pack windows", shape, to.format())?;
-        let stores = vec![from.step_capacity(0, 0), to.step_capacity(0, 0)];
-        let layout = |windows: usize| {
-            let pair = WindowCapacity { from: 0, to: 1, windows, newer: 0 };
-            WriteLayout::new(*shape, 0, stores.clone(), vec![pair]).map(Arc::new)
-        };
+        let stores = || [from.step_capacity(0, 0), to.step_capacity(0, 0)];
         // Rotated rows pass through scratch memory, as many windows at a time as fit into a few MiB.
-        let at_once = match rotated_window_bytes(&*layout(1)?) {
+        let at_once = match rotated_window_bytes(&*windows_layout(shape, stores(), 1)?) {
             0 => windows.len().max(1),
             bytes => (SCRATCH_BYTES / bytes).max(1) as usize,
         };
         for windows in windows.chunks(at_once) {
-            let layout = layout(windows.len())?;
-            let mut table = WriteTable::new(&layout);
-            table.set(&LayerWrites { windows: vec![windows.to_vec()], ..LayerWrites::of(&layout) })?;
-            self.run_pack_step(&[from, to], None, &table)?;
+            self.run_pack_step(&[from, to], None, &windows_table(shape, stores(), windows)?)?;
         }
         Ok(())
     }
@@ -338,23 +331,13 @@ impl Packing for Wgpu {
         rows: RowLayout,
         writes: &[TokenWrite],
     ) -> Result<()> {
-        if writes.is_empty() {
-            return Err(Error::NoTokens { what: "append", hint: "pass at least one token" });
-        }
-        let layout = WriteLayout::new(*store.shape(), rows.tokens, vec![store.step_capacity(writes.len(), 0)], vec![])?;
-        let layout = Arc::new(layout);
-        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
-        step.stores[0].tokens.extend_from_slice(writes);
-        table.set(&step)?;
+        let table = append_table(store.shape(), store.step_capacity(writes.len(), 0), rows.tokens, writes)?;
         let flags = NonFiniteFlags::new(self.device(), 1)?;
         self.run_pack_step(&[store], Some(WriteInput { keys, values, rows, flags: &flags, layer: 0 }), &table)
     }
 
     fn copy_page(&self, store: &mut Store, from: Page, to: Page) -> Result<()> {
-        let layout = Arc::new(WriteLayout::new(*store.shape(), 0, vec![store.step_capacity(0, 1)], vec![])?);
-        let (mut table, mut step) = (WriteTable::new(&layout), LayerWrites::of(&layout));
-        step.stores[0].copies.push(PageCopy { from, to });
-        table.set(&step)?;
+        let table = copy_table(store.shape(), store.step_capacity(0, 1), PageCopy { from, to })?;
         self.run_pack_step(&[store], None, &table)
     }
 

@@ -254,7 +254,8 @@ impl ModelStep {
         let tables = bound.plan().tables();
         let planned = || AttendStep::with_room(self.backend.capabilities(), part.plan, options, std::iter::empty());
         debug_assert!(planned().is_ok_and(|planned| planned.tables() == tables), "the step is not as it is planned");
-        part.check(&self.rows)?;
+        // Pages and slots are those of the step before, over the same layout.
+        part.table.check_rows(&self.rows)?;
         Ok(true)
     }
 

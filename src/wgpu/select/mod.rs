@@ -19,8 +19,9 @@ pub use token_scores::TokenScoresPlan;
 pub use top_k::TopKPlan;
 pub use words::Words;
 
-use super::device::{Indices, Tensor, Variant, buffers};
-use crate::plan::{ElementType, RowLayout, TokenIndices};
+use super::device::{Tensor, Variant, buffers};
+use crate::backend::{check_index, check_indices};
+use crate::plan::{ElementType, RowLayout};
 use crate::policy::HeadAggregation;
 use crate::{Error, Result};
 
@@ -70,15 +71,6 @@ fn check_reach(rows: &RowLayout, heads: usize, head_dim: usize) -> Result<()> {
     check_index("the elements of a tensor", needed)
 }
 
-/// Checks that a 32-bit index can count `needed` of `what`.
-fn check_index(what: &str, needed: u64) -> Result<()> {
-    let allowed = u64::from(u32::MAX);
-    if needed <= allowed {
-        return Ok(());
-    }
-    Err(Error::Limit { what: what.into(), needed, allowed, hint: "pass fewer tokens at once" })
-}
-
 /// Checks that `output` holds `expected` elements of the type `element_type`, in a buffer that kernels can write.
 fn check_output(
     what: &'static str,
@@ -96,14 +88,4 @@ fn check_output(
         return Err(Error::Buffer { what, reason });
     }
     output.check_aligned(what, limits)
-}
-
-/// Checks that there are `count` indices for each KV head.
-fn check_indices(what: &'static str, indices: &Indices, kv_heads: usize, count: usize) -> Result<()> {
-    let given = indices.shape();
-    if (given.kv_heads(), given.count()) == (kv_heads, count) {
-        return Ok(());
-    }
-    let shape = format!("[{kv_heads}, {count}]; they are [{}, {}]", given.kv_heads(), given.count());
-    Err(Error::Elements { what, given: given.indices(), expected: kv_heads * count, shape })
 }
