@@ -1,7 +1,6 @@
 //! The part of a step that concerns one store: its items, their kernel, and its tables.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
@@ -9,10 +8,12 @@ use cudarc::driver::CudaStream;
 use super::kernel::SegmentKernel;
 use super::launch::{AttendCall, Launch};
 use super::logits::Logits;
+use super::page_table::PageTable;
 use super::parts::{ItemQueries, SegmentParts};
-use super::run_variant::{RunVariant, TileReads};
+use super::run_variant::RunVariant;
 use super::scratch::{SegmentTables, Sizing};
 use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, TOKEN_RATE, WORK_TIME, Wave};
+use super::unpack::TileReads;
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -20,7 +21,7 @@ use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
-use crate::plan::{AttendPlan, Block, Page, Part, PlannedSpan, Scoring, StateCounts, StorePart};
+use crate::plan::{AttendPlan, Block, Page, Scoring, StateCounts, StorePart};
 use crate::{Error, Result};
 
 /// `Item` of `cuda/common/attend_call.cuh`.
@@ -304,46 +305,6 @@ impl PlannedLaunch {
         let queries = self.kernel.most_queries(call.group as usize);
         let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, queries)?;
         Ok(kernel.map(|kernel| Launch { kernel, call, clears: None }))
-    }
-}
-
-/// The pages that the items of a launch name by their place.
-struct PageTable {
-    pages: Vec<Page>,
-    /// For every span: a tile of it and the place of its page. Those after it follow.
-    places: Vec<(usize, usize)>,
-}
-
-impl PageTable {
-    /// All pages of a segment.
-    fn whole(segment: &StorePart) -> Self {
-        let places = segment.spans().iter().map(|span| (0, span.first_page)).collect();
-        Self { pages: segment.pages().to_vec(), places }
-    }
-
-    /// Those of the tiles from the first to the last that parts have of every span: what is unpacked for them.
-    fn of_parts(segment: &StorePart, parts: &[(usize, Part)]) -> Self {
-        let mut tiles: Vec<Option<Range<usize>>> = vec![None; segment.spans().len()];
-        for (span, part) in parts {
-            let (first, end) = (part.tokens.start / TILE_TOKENS, part.tokens.end.div_ceil(TILE_TOKENS));
-            let of_span = tiles[*span].get_or_insert(first..end);
-            *of_span = of_span.start.min(first)..of_span.end.max(end);
-        }
-        let mut pages = Vec::new();
-        let mut place = |(span, tiles): (&PlannedSpan, Option<Range<usize>>)| {
-            let tiles = tiles.unwrap_or_default();
-            let at = (tiles.start, pages.len());
-            pages.extend_from_slice(&segment.pages()[span.first_page..][tiles]);
-            at
-        };
-        let places = segment.spans().iter().zip(tiles).map(&mut place).collect();
-        Self { pages, places }
-    }
-
-    /// The place of a tile of a span.
-    fn place(&self, span: usize, tile: usize) -> usize {
-        let (of, place) = self.places[span];
-        place + tile - of
     }
 }
 
