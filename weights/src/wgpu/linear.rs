@@ -79,6 +79,7 @@ impl Linear {
     ///
     /// No device has run these kernels yet: they only compile. So products take them only where this is asked for, and
     /// are to be compared with others first.
+    #[doc(hidden)]
     #[must_use]
     pub fn with_matrices(self, device: &wgpu::Device) -> Self {
         Self { has_matrices: multiplies_matrices(device), ..self }
