@@ -133,10 +133,13 @@ impl Checkpoint {
                 }
                 AwqVersion::GemvFast => {
                     let qweight = tensor("qweight");
+                    // AutoAWQ keeps the name of the other versions, llm-awq has one of its own.
+                    let scaled_zeros = Some(tensor("scaled_zeros")).filter(|name| self.tensors.contains_key(name));
+                    let scaled_zeros = scaled_zeros.unwrap_or_else(|| tensor("qzeros"));
                     let tensors = AwqFastTensors {
                         qweight: self.file(&qweight)?.shorts(&qweight)?,
                         scales: self.table(&tensor("scales"))?,
-                        scaled_zeros: self.table(&tensor("scaled_zeros"))?,
+                        scaled_zeros: self.table(&scaled_zeros)?,
                     };
                     awq_gemv_fast::unpack(&tensors, group)
                 }

@@ -1,10 +1,10 @@
-//! AutoAWQ `gemv_fast`: `qweight`, `scales`, `scaled_zeros`, 4 bits.
+//! AutoAWQ `gemv_fast`: `qweight`, `scales`, `qzeros`, 4 bits. llm-awq names the last one `scaled_zeros`.
 //!
 //! | tensor | shape | content |
 //! | --- | --- | --- |
 //! | `qweight` | `[N / 4, K]` i16 | four rows, in blocks of 64 inputs, see below |
 //! | `scales` | `[8 · zw, N]` f16 | zw as in [`awq_gemv`](super::awq_gemv) |
-//! | `scaled_zeros` | `[8 · zw, N]` f16 | - scale · zero, rounded to f16 |
+//! | `qzeros` | `[8 · zw, N]` f16 | - scale · zero, rounded to f16 |
 //!
 //! Word i of block B of the rows `4R .. 4R + 3` is `qweight[R, 64·B + i]`. It holds four codes of the row `4R + i /
 //! 16`, from the lowest bits up: those at the places `p = 4·(i mod 16) + 0, 1, 2, 3` of the block. Place p of a block

@@ -4,13 +4,14 @@ use std::fs;
 use std::path::Path;
 
 use kvpack_weights::checkpoint::{AwqVersion, NewCheckpoint, Scheme, WrittenFormat};
-use kvpack_weights::format::gptq;
 use kvpack_weights::format::gptq::{AllOnes, StoredZeros};
+use kvpack_weights::format::{Table, gptq};
 use kvpack_weights::{Bits, Checkpoint, Error, GroupSize, Groups, LinearShape, PackedCodes, QuantizedLinear};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
 
 use crate::random_layer;
+use crate::round_trips::fast;
 
 /// A tensor as bytes.
 pub struct Stored(pub String, pub Dtype, pub Vec<usize>, pub Vec<u8>);
@@ -232,4 +233,31 @@ fn the_version_may_be_in_the_other_file() {
     let quantize = folder.path().join("quantize_config.json");
     fs::write(&quantize, json!({"bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"}).to_string()).unwrap();
     assert_eq!(Checkpoint::open(folder.path()).unwrap().layer("l").unwrap(), linear);
+}
+
+/// The zeros of `gemv_fast` have the name of AutoAWQ, or that of llm-awq.
+#[test]
+fn scaled_zeros_have_two_names() {
+    let linear = random_layer(Bits::Four, LinearShape::new(8, 128).unwrap(), GroupSize::new(64).unwrap(), false, 3);
+    let tensors = fast(&linear);
+    let halves = |part: &str, table: &Table<f32>| {
+        let bytes = table.values().iter().flat_map(|&x| half::f16::from_f32(x).to_le_bytes()).collect();
+        Stored(format!("l.{part}"), Dtype::F16, vec![table.rows(), table.columns()], bytes)
+    };
+    let config = json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv_fast"});
+    for zeros in ["qzeros", "scaled_zeros"] {
+        let words = tensors.qweight.values().iter().flat_map(|word| word.to_le_bytes()).collect();
+        let stored = [
+            Stored("l.qweight".into(), Dtype::I16, vec![tensors.qweight.rows(), tensors.qweight.columns()], words),
+            halves("scales", &tensors.scales),
+            halves(zeros, &tensors.scaled_zeros),
+        ];
+        let checkpoint = Checkpoint::from_bytes(vec![file(&stored)], &config).unwrap();
+        assert_eq!(checkpoint.layer("l").unwrap(), linear, "{zeros}");
+    }
+    let without = Checkpoint::from_bytes(
+        vec![file(&[Stored("l.qweight".into(), Dtype::I16, vec![2, 128], vec![0; 512])])],
+        &config,
+    );
+    assert!(matches!(without.unwrap().layer("l"), Err(Error::Tensor { .. })));
 }

@@ -6,6 +6,7 @@ mod golden;
 mod golden_files;
 mod hostile;
 mod quantise;
+mod references;
 mod round_trips;
 
 use kvpack_weights::{Bits, GroupSize, Groups, LinearShape, PackedCodes, QuantizedLinear};

@@ -150,7 +150,7 @@ fn transposed<T: Copy>(values: &[T], axes: &[usize], order: &[usize]) -> Vec<T> 
 
 /// gemv_fast in the four steps of AutoAWQ's packer: two reorderings of 32 codes, four rows interleaved, four codes to a
 /// word.
-fn fast(linear: &QuantizedLinear) -> AwqFastTensors {
+pub fn fast(linear: &QuantizedLinear) -> AwqFastTensors {
     let (n, k, groups) = (linear.shape().outputs(), linear.shape().inputs(), linear.groups());
     let codes = transposed(&linear.codes().unpack(), &[n * k / 32, 4, 4, 2], &[0, 2, 1, 3]);
     let codes = transposed(&codes, &[n * k / 8, 4, 2], &[0, 2, 1]);
