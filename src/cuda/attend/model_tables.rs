@@ -157,8 +157,11 @@ impl ModelTables {
                 let word = page_word(page);
                 if self.fresh.binary_search(&word).is_ok() { word | FRESH } else { word }
             };
-            let words = self.staged[places.pages_at..].chunks_exact_mut(4);
-            words.zip(segment.pages()).for_each(|(bytes, page)| bytes.copy_from_slice(&word(page).to_ne_bytes()));
+            let words = self.staged[places.pages_at..].chunks_exact_mut(4).take(places.call.capacity as usize);
+            // Places without a page name one all the same: `unpack_tiles` reads what every place names.
+            let unused = segment.pages().last().map_or(0, |&page| page_word(page));
+            let used = segment.pages().iter().map(word).chain(std::iter::repeat(unused));
+            words.zip(used).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
             let items = &mut self.staged[places.items_at..][..places.items * item_bytes(segment)];
             let (used, unused) = items.split_at_mut(segment.item_bytes().len());
             used.copy_from_slice(segment.item_bytes());
