@@ -1,5 +1,5 @@
 //! Documents in a server on wgpu: a policy keeps some tokens of one, and a mixture stores the chunks of another at
-//! several precisions. Their parts pass through the model beside a sequence that decodes.
+//! several precisions. Their parts pass through the model while another sequence decodes.
 //!
 //!     cargo run --release --example policies
 //!
@@ -18,7 +18,7 @@ use kvpack::wgpu::{Indices, LayerTensors, ModelStep, Recorded, Tensor, Wgpu};
 use kvpack::{AttentionShape, Error as KvError};
 
 const LAYERS: usize = 2;
-/// The document, and the sequence that decodes beside it.
+/// The sequence of the document, and the one that decodes meanwhile.
 const DOCUMENT: usize = 0;
 const OTHER: usize = 1;
 /// Tokens of the document, of which the last are a question, and its parts.

@@ -25,8 +25,8 @@ constexpr float ROTATION_SCALE<1> = 1.0f;
 template <>
 constexpr float ROTATION_SCALE<2> = 0.70710678118654752f;
 
-// Layouts of a row: COUNT channels to a lane, the bits of a channel that are bits of the lane (`lane_bit`, 0 for those
-// of the element), and the bits of the element (`element_bit`).
+// A layout says how lanes share the channels of a row. A lane has COUNT of them. Each bit of a channel's number is a
+// bit of the lane (`lane_bit`, else 0) or of the element in the lane (`element_bit`).
 //
 // A warp holds a row, lane l the channels l, l + 32, …
 struct RowOfWarp {

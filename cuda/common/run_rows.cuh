@@ -161,7 +161,7 @@ struct WarpQueries {
         }
     }
 
-    // The type of elements of so many bits.
+    // The element type of this width.
     template <typename Bits>
     __device__ __forceinline__ u32 type() const {
         return sizeof(Bits) == 4 ? ELEMENTS_F32 : call.query_type;

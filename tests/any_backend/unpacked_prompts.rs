@@ -241,7 +241,7 @@ pub fn check_policy<B: Backend + Clone>(
         assert_eq!(held[0].1, by_twin[0].1, "{name}, layer {layer}: positions");
         match (policy.merging, recipe.is_centred()) {
             (None, false) => assert!(held[0] == by_twin[0], "{name}, layer {layer}: contents"),
-            // In f16 pages keys are less their centre, and rounded.
+            // f16 pages hold keys minus their centre, rounded.
             (None, true) => {
                 let given: Vec<f64> = by_twin[0].2.iter().map(|&x| x.into()).collect();
                 let error = nmse(&held[0].2, &given);

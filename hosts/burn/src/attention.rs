@@ -14,7 +14,8 @@ pub fn open() -> Result<(Device, Wgpu)> {
     Ok((device, Wgpu::new(setup.device, setup.queue)?))
 }
 
-/// A tensor of burn's where it lies. cubecl submits what is to write it, and leaves it there as long as it is held.
+/// A tensor of burn in its own memory. cubecl first submits the work that writes it, and keeps the memory while the
+/// tensor is held.
 pub fn lend(tensor: &Tensor<2>) -> Result<KvTensor> {
     let tensor = tensor.clone().try_into_primitive::<burn::backend::Wgpu>().map_err(|e| format!("{e:?}"))?;
     assert!(tensor.is_contiguous());

@@ -21,7 +21,7 @@ pub struct ServeArgs {
     /// A GGUF file of the Llama, Qwen2 or Gemma 3 family.
     #[arg(long)]
     model: PathBuf,
-    /// Projections in codes of so many bits, 2, 3, 4 or 8, in place of dense weights.
+    /// Bits of the codes of projections: 2, 3, 4 or 8. Without this option projections are dense.
     #[arg(long, value_name = "BITS", value_parser = weights::bits)]
     weights: Option<Bits>,
     /// JSON lines: arrival_s, prompt or prompt_tokens (and shared_tokens), output_tokens.

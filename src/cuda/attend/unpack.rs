@@ -38,7 +38,7 @@ impl RunVariant {
         Self::pipelined(pages, facts).filter(Self::unpacks_first)
     }
 
-    /// The variant for blocks of `rows` rows whose items read packed tiles so often.
+    /// The variant for blocks of `rows` rows whose items read tiles as often as `reads` says.
     pub(super) fn for_reads(pages: PageFormat, rows: usize, reads: TileReads, facts: &DeviceFacts) -> Option<Self> {
         let in_block = Self::new(pages, rows, facts);
         let unpacked = Self::over_unpacked(pages, facts).filter(|run| {

@@ -35,7 +35,7 @@ pub(crate) fn copy_table(shape: &AttentionShape, store: StoreCapacity, copy: Pag
     filled(&layout, |step| step.stores[0].copies.push(copy))
 }
 
-/// The layout of steps that pack so many windows of the first store into the second.
+/// The layout of a step that packs windows of the first store into the second.
 ///
 /// # Errors
 /// Those of [`WriteLayout::new`].

@@ -40,7 +40,7 @@ struct Tiles {
 const STEP_NS: [[usize; 2]; 2] = [[1300, 1310], [1830, 2040]];
 const EDGE_NS: usize = 3000;
 
-/// Blocks of a cluster that share steps, at most.
+/// Most blocks of a cluster that share the steps of a tile.
 const MOST_SPLIT: usize = 4;
 
 impl Tiles {

@@ -63,7 +63,7 @@ struct Common {
     /// The shape `small` and the smallest sizes, on any machine.
     #[arg(long)]
     quick: bool,
-    /// Projections in codes of so many bits, 2, 3, 4 or 8, in place of dense weights.
+    /// Bits of the codes of projections: 2, 3, 4 or 8. Without this option projections are dense.
     #[arg(long, value_name = "BITS", value_parser = weights::bits)]
     weights: Option<Bits>,
     /// Writes the rows as JSON.
