@@ -27,6 +27,14 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         (unseen > of.released).then_some(unseen)
     }
 
+    /// Number of steps with a token of a sequence before one leaves a page behind that no query sees.
+    pub(super) fn steps_until_unseen(&self, sequence: usize) -> usize {
+        let Some(left) = self.recipe.attention().window() else { return usize::MAX };
+        let of = &self.sequences[sequence];
+        let next = (of.released / TILE_TOKENS + 1) * TILE_TOKENS;
+        left.saturating_add(TAKEN_BACK + next).saturating_sub(of.length)
+    }
+
     /// Checks that a sequence of `length` tokens still holds what its next query sees.
     ///
     /// # Errors
