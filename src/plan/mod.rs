@@ -53,7 +53,6 @@ pub use write::{
     KeyMean, LayerWrites, MOST_MEAN_TOKENS, PageCopy, StoreCapacity, StoreWrites, TokenWrite, WindowCapacity,
     WindowMove, WriteLayout, WriteTable,
 };
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use write::{append_table, copy_table, windows_table};
 #[cfg(feature = "cuda")]
 pub(crate) use {
