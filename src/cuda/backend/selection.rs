@@ -100,7 +100,7 @@ impl TokenSelection for Cuda {
     ) -> Result<ScoredTokens<Tensor, Words>> {
         self.check_tensors("token_scores", &[sums])?;
         request.check(sums.elements(), kv_heads)?;
-        let scores = Tensor::zeroed(&self.stream, sums.elements(), ElementType::F32)?;
+        let scores = Tensor::zeroed(&self.stream, kv_heads * request.tokens(), ElementType::F32)?;
         let not_numbers = Words::zeroed(&self.stream, "sums that are not numbers", kv_heads)?;
         let plan = TokenScoresPlan::new(kv_heads, request)?;
         plan.bind(self, sums, &scores, &not_numbers)?.launch(&self.stream)?;
