@@ -3,6 +3,7 @@
 
 mod bound_classes;
 mod bound_parts;
+#[cfg(feature = "cuda")]
 mod step_classes;
 mod step_layers;
 mod tensors;

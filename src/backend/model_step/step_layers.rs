@@ -123,6 +123,7 @@ impl<P> ByPart<P> {
     }
 
     /// Of all parts.
+    #[cfg(feature = "cuda")]
     pub(crate) fn iter(&self) -> impl Iterator<Item = &P> {
         self.parts.iter()
     }

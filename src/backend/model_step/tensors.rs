@@ -96,6 +96,7 @@ impl<T: TypedTensor> StepTensors<T> {
     }
 
     /// Layout of keys and values.
+    #[cfg(feature = "wgpu")]
     pub(crate) const fn rows(&self) -> &RowLayout {
         &self.rows
     }
