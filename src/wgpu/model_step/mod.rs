@@ -42,7 +42,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// An engine may write and encode further steps before it submits the first: tables of a step stay where they are until
 /// the device has finished the commands that read them, or these were dropped. Two steps may be under way before the
 /// tables are rebuilt with twice the room. Steps are submitted in the order in which they were written. Until they are,
-/// calls of the cache that submit commands by themselves return [`Error::NotSubmitted`].
+/// calls of the cache that submit commands by themselves return [`Error::NotSubmitted`](crate::Error::NotSubmitted).
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -104,7 +104,8 @@ impl LayerTensors {
     /// Zeroed tensors with `rows` contiguous rows of keys, values, queries and output.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::Limit`](crate::Error::Limit) or
+    /// [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn zeroed(device: &wgpu::Device, shape: &AttentionShape, rows: usize, of: ElementType) -> Result<Self> {
         let zeroed = |heads: usize| Tensor::zeroed(device, rows * heads * shape.head_dim(), of);
         let (kv, query) = (shape.kv_heads(), shape.query_heads());
@@ -117,7 +118,8 @@ impl ModelStep {
     /// that the recipe of the layers asks for, unless [`ModelStep::with_query_precision`] sets another.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there are no layers, or layers differ in the types of their queries or outputs.
+    /// [`Error::Plan`](crate::Error::Plan) when there are no layers, or layers differ in the types of their queries or
+    /// outputs.
     pub fn new(backend: &Wgpu, rows: RowLayout, layers: Vec<LayerTensors>) -> Result<Self> {
         let bound = BoundParts::new(layers.len(), KEPT_CLASSES);
         let tensors = StepTensors::new(rows, layers)?;
@@ -133,7 +135,8 @@ impl ModelStep {
     /// that lie elsewhere. Layers that run one after the other may share a tensor.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is not one tensor for each layer, [`Error::Buffer`] when one is not f32.
+    /// [`Error::Plan`](crate::Error::Plan) when there is not one tensor for each layer,
+    /// [`Error::Buffer`](crate::Error::Buffer) when one is not f32.
     pub fn with_log_sum_exps(mut self, lse: Vec<Tensor>) -> Result<Self> {
         self.tensors.set_log_sum_exps(lse)?;
         self.bound.clear();
@@ -173,10 +176,12 @@ impl ModelStep {
     /// again.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when the parts have other layers, or more tokens than the tensors;
-    /// [`Error::Unsupported`] when the step is to write log-sum-exps and keys are centred; [`Error::Limit`] when 256
-    /// steps are encoded of which the device has finished none; [`Error::OutOfMemory`], [`Error::Limit`] or
-    /// [`Error::DeviceLost`] when binding again fails.
+    /// [`Error::Plan`](crate::Error::Plan) or [`Error::Elements`](crate::Error::Elements) when the parts have other
+    /// layers, or more tokens than the tensors; [`Error::Unsupported`](crate::Error::Unsupported) when the step is to
+    /// write log-sum-exps and keys are centred; [`Error::Limit`](crate::Error::Limit) when 256 steps are encoded of
+    /// which the device has finished none; [`Error::OutOfMemory`](crate::Error::OutOfMemory),
+    /// [`Error::Limit`](crate::Error::Limit) or [`Error::DeviceLost`](crate::Error::DeviceLost) when binding again
+    /// fails.
     pub fn write<'a>(&'a mut self, parts: &[OpenStep<'a, Store, NonFiniteFlags>]) -> Result<WrittenStep<'a>> {
         let layers = StepLayers::of(parts, self.tensors.layers().len())?;
         let by_part = layers.by_part(parts.len());
