@@ -27,7 +27,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
         "r"(block)
         : "memory");
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
@@ -65,15 +65,38 @@ __device__ __forceinline__ void copy_box_to(u32 to, const void* map, u32 x, u32 
         : "memory");
 }
 
-// Makes this thread's writes to shared memory visible to products.
-__device__ __forceinline__ void operands_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ void store_shared(u32 to, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+// Copies a multiple of 16 bytes to shared memory.
+__device__ __forceinline__ void copy_bytes(u32 to, u64 from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+
+// Copies a few words to shared memory. Its end is waited for by `arrive_after_copies`.
+template <u32 BYTES>
+__device__ __forceinline__ void copy_async(u32 to, u64 from) {
+    if constexpr (BYTES % 16 == 0) {
+#pragma unroll
+        for (u32 i = 0; i < BYTES; i += 16) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+        }
+    } else if constexpr (BYTES == 8) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < BYTES; i += 4) {
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to + i), "l"(from + i) : "memory");
+        }
+    }
+}
+
+// Arrives once this thread's `copy_async` have ended.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Makes this thread's writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void operands_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ float4 load_shared(u32 from) {
     float4 x;
@@ -82,6 +105,16 @@ __device__ __forceinline__ float4 load_shared(u32 from) {
                  : "r"(from)
                  : "memory");
     return x;
+}
+
+__device__ __forceinline__ u32 load_word(u32 from) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_word(u32 to, u32 x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
 // Writes to the same place in another block of the cluster.
@@ -124,10 +157,14 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until no more than PENDING groups of products are running.
-template <u32 PENDING, u32 EIGHTS>
-__device__ __forceinline__ void products_wait(float (&d)[EIGHTS][4]) {
+template <u32 PENDING>
+__device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-    // Tells the compiler that the registers have changed.
+}
+
+// Tells the compiler that products have changed the sums.
+template <u32 EIGHTS>
+__device__ __forceinline__ void changed(float (&d)[EIGHTS][4]) {
 #pragma unroll
     for (u32 i = 0; i < 4 * EIGHTS; i++) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
@@ -148,26 +185,28 @@ __device__ __forceinline__ void products_wait(float (&d)[EIGHTS][4]) {
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
     "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// 64 rows of a by the rows of b, 16 inputs: d = a · bᵀ, or d += a · bᵀ.
-__device__ __forceinline__ void multiply(float (&d)[8][4], u64 a, u64 b, bool adds) {
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_0 "}, %32, %33, adds, 1, 1, 0, 0;\n}"
+// 64 rows of a, which registers hold, by the rows of b, 16 inputs: d = a · bᵀ, or d += a · bᵀ. Lane 4 · r + t of warp w
+// has the halves 2t, 2t + 1 of row 16w + r, of row 16w + r + 8, and then the halves 2t + 8, 2t + 9 of both.
+__device__ __forceinline__ void multiply_held(float (&d)[8][4], const u32 (&a)[4], u64 b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_0 "}, {%32, %33, %34, %35}, %36, adds, "
+                 "1, 1, 0;\n}"
                  : SUM32(d, 0)
-                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[16][4], u64 a, u64 b, bool adds) {
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %66, 0;\n"
+__device__ __forceinline__ void multiply_held(float (&d)[16][4], const u32 (&a)[4], u64 b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %69, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" NAMES_0 ", " NAMES_32
-                 "}, %64, %65, adds, 1, 1, 0, 0;\n}"
+                 "}, {%64, %65, %66, %67}, %68, adds, 1, 1, 0;\n}"
                  : SUM32(d, 0), SUM32(d, 8)
-                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[32][4], u64 a, u64 b, bool adds) {
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %130, 0;\n"
+__device__ __forceinline__ void multiply_held(float (&d)[32][4], const u32 (&a)[4], u64 b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %133, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES_0 ", " NAMES_32 ", " NAMES_64
-                 ", " NAMES_96 "}, %128, %129, adds, 1, 1, 0, 0;\n}"
+                 ", " NAMES_96 "}, {%128, %129, %130, %131}, %132, adds, 1, 1, 0;\n}"
                  : SUM32(d, 0), SUM32(d, 8), SUM32(d, 16), SUM32(d, 24)
-                 : "l"(a), "l"(b), "r"(static_cast<u32>(adds)));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)));
 }
