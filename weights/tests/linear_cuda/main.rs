@@ -93,7 +93,8 @@ fn products_of_many_rows() {
     for bits in Bits::ALL {
         let strips = Case { bits, outputs: 176, inputs: 4096, y: ElementType::F16, ..PLAIN };
         // Tiles of 64, 128 and 256 rows, strips that fill no tile: two blocks that share steps, and eight.
-        let sizes = [(20, 176), (50, 4112), (100, 4096), (130, 4096), (200, 512), (250, 6000), (300, 6000), (513, 4112)];
+        let sizes =
+            [(20, 176), (50, 4112), (100, 4096), (130, 4096), (200, 512), (250, 6000), (300, 6000), (513, 4112)];
         sizes.into_iter().for_each(|(rows, outputs)| check(&on, Case { rows, outputs, ..strips }));
         // Outputs that begin at no multiple of 16 bytes, and other types.
         check(&on, Case { rows: 90, outputs: 1000, inputs: 2048, y: ElementType::Bf16, ..strips });
