@@ -239,22 +239,21 @@ __device__ __forceinline__ void consume(const TilesCall& call, u32 base) {
 #pragma unroll
             for (u32 part = 0; part < STEP_PARTS; part++) {
                 weights[part].make(held, part, exists, lane);
-                products_begin();
+                warpgroup_begin();
 #pragma unroll
                 for (u32 k = 0; k < 2 * TOGETHER; k++) {
                     const u32 input = Weights::input(part, k);
-                    multiply_held(sums, weights[part].of[k], x + (input / 64 * (X_BLOCK / 16) + input % 64 / 8),
+                    warpgroup_multiply(sums, weights[part].of[k], x + (input / 64 * (X_BLOCK / 16) + input % 64 / 8),
                                   part + k > 0 || step > walk.first_step);
                 }
-                products_commit();
-                products_wait<PENDING>();
+                warpgroup_commit();
+                warpgroup_wait<PENDING>();
                 // The products of the last step have ended.
                 if (part + 1 == PENDING && step > walk.first_step) release(base, last);
             }
             last = at.slot;
         }
-        products_wait<0>();
-        changed(sums);
+        warpgroup_wait<0>(sums);
         release(base, last);
         asm volatile("griddepcontrol.wait;" ::: "memory");
         u32 has = 1;
@@ -276,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
             barrier_init(empty(base, slot), CONSUMER_WARPS);
         }
         barriers_visible();
-        operands_visible();
+        shared_visible();
     }
     if (EXCHANGES) cluster_sync();
     else __syncthreads();

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codes.cuh"
-#include "warpgroup.cuh"
+#include "shared_memory.cuh"
 
 struct TilesCall {
     // The activations as the copy engine reads them.
