@@ -92,6 +92,20 @@ impl<I: TokenIndices + Clone> LastStep<I> {
 }
 
 impl<B: Backend> LayerGroup<B> {
+    /// Opens a change of the page tables that appends, and lays out its writes. On an error nothing has changed.
+    pub(super) fn open_append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<B::Indices>> {
+        let mut change = self.last.change(self.page_tables.recipe());
+        let Self { page_tables, table, last, .. } = self;
+        if last.goes_on(page_tables, table, (runs, tokens)) && table.move_on() {
+            last.go_on(page_tables, &mut change);
+            return Ok(change);
+        }
+        let change = self.page_tables.append(change, runs, tokens)?;
+        let change = self.lay_out(change, tokens)?;
+        self.last.note(&self.page_tables, &self.table, (&change, runs));
+        Ok(change)
+    }
+
     /// The plan of an open change.
     pub(super) fn open_plan(
         &mut self,

@@ -296,8 +296,9 @@ mod tests {
                 if again == 0 || lengths.iter().any(begins_page) {
                     lengths.iter_mut().for_each(|spans| {
                         let last = spans.last_mut().unwrap();
-                        // As many tokens more or less, within the page.
-                        *last = (*last + tokens).saturating_sub(6).clamp((page(*last) - 1) * TILE_TOKENS + 1, page(*last) * TILE_TOKENS - 1);
+                        // Some tokens more or less, within the page.
+                        let pages = page(*last);
+                        *last = (*last + tokens).saturating_sub(6).clamp((pages - 1) * TILE_TOKENS + 1, pages * TILE_TOKENS - 1);
                     });
                     now = plan(&lengths, &pages, &runs);
                     ends.clear();

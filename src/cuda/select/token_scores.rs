@@ -54,8 +54,9 @@ impl TokenScoresPlan {
         Ok(Self { kv_heads, sums, tables: request.tables() })
     }
 
-    /// Binds the f32 column sums to read, `[kv_heads · group, tokens]`, and the f32 scores to write, `[kv_heads,
-    /// tokens]`, and a zeroed word for every head. The kernel sets the word to the number of tokens from the first NaN sum to the end.
+    /// Binds the f32 column sums to read, `[kv_heads · group, tokens]`, the f32 scores to write, `[kv_heads, tokens]`,
+    /// and a zeroed word for every head. The kernel sets the word to the number of tokens from the first NaN sum to the
+    /// end.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a tensor or the words do not fit the plan; [`Error::Plan`] when

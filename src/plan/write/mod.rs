@@ -12,6 +12,7 @@
 
 mod entry;
 mod layout;
+mod moved_on;
 mod single;
 mod table;
 mod writes;

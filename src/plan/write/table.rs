@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::MOST_MEAN_TOKENS;
-use super::entry::{WriteEntry, centre_words, copy_words, move_token_on, slot_of_token, token_words, window_words};
+use super::entry::{WriteEntry, centre_words, copy_words, token_words, window_words};
 use super::layout::{ENTRY_WORDS, TableSection, WriteLayout, at_most};
 use super::writes::{KeyMean, LayerWrites};
 #[cfg(feature = "cuda")]
@@ -27,8 +27,8 @@ use crate::{Error, Result};
 /// A table can be filled again and again ([`WriteTable::set`]) without allocating.
 #[derive(Clone, Debug)]
 pub struct WriteTable {
-    layout: Arc<WriteLayout>,
-    words: Vec<u32>,
+    pub(super) layout: Arc<WriteLayout>,
+    pub(super) words: Vec<u32>,
     /// For each section, the shards (or pairs of shards) that its entries name, each once.
     shards: Vec<Vec<u32>>,
     /// Number of tokens that the dense keys and values need: the largest token that is named, plus one.
@@ -76,36 +76,6 @@ impl WriteTable {
         let means = writes.stores.iter().flat_map(|store| &store.centres).map(|mean| mean.tokens.end());
         self.tokens_needed = tokens.chain(means).max().unwrap_or(0);
         Ok(())
-    }
-
-    /// Makes it the table of a step that puts each token into the slot behind the one where this step put it. False for
-    /// a step that did more than to store tokens, or has filled a page: the table is as it was then.
-    pub(crate) fn move_on(&mut self) -> bool {
-        let moves = self.all_sections(|section, entries| match section {
-            TableSection::Tokens(_) => entries.iter().all(|&entry| slot_of_token(entry) < TILE_TOKENS - 1),
-            TableSection::Copies(_) | TableSection::Centres(_) | TableSection::Windows(_) => entries.is_empty(),
-        });
-        moves
-            && self.all_sections(|_, entries| {
-                entries.iter_mut().for_each(move_token_on);
-                true
-            })
-    }
-
-    /// Whether something holds of the entries of every section.
-    fn all_sections(&mut self, holds: impl Fn(TableSection, &mut [[u32; ENTRY_WORDS]]) -> bool) -> bool {
-        let Self { layout, words, .. } = self;
-        let mut rest = words.as_chunks_mut::<ENTRY_WORDS>().0;
-        for section in layout.sections() {
-            let Some((of, behind)) = rest.split_at_mut_checked(1 + layout.capacity(section)) else { return false };
-            let Some(([count, ..], entries)) = of.split_first_mut() else { return false };
-            let Some(entries) = entries.get_mut(..*count as usize) else { return false };
-            if !holds(section, entries) {
-                return false;
-            }
-            rest = behind;
-        }
-        true
     }
 
     fn fill(&mut self, section: usize, first: usize, entries: impl Iterator<Item = [u32; ENTRY_WORDS]>) -> u32 {

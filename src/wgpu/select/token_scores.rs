@@ -49,8 +49,9 @@ impl TokenScoresPlan {
         vec![variant_of(&self.tables.constants)]
     }
 
-    /// Binds the f32 column sums to read, `[kv_heads · group, tokens]`, and the f32 scores to write, `[kv_heads,
-    /// tokens]`, and a zeroed word for every head. The kernel sets the word to the number of tokens from the first NaN sum to the end.
+    /// Binds the f32 column sums to read, `[kv_heads · group, tokens]`, the f32 scores to write, `[kv_heads, tokens]`,
+    /// and a zeroed word for every head. The kernel sets the word to the number of tokens from the first NaN sum to the
+    /// end.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not fit the plan, [`Error::Plan`] when the output
