@@ -35,14 +35,14 @@ const PARTS: u32 = 1u;
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
 
-// import input = attend/input/f32.wgsl
-// import query_rotation = attend/query_rotation/slot.wgsl
-// import query_ranges = attend/query_ranges/slot.wgsl
-// import extremes = attend/extremes/slot.wgsl
+// import input = attend/input.wgsl#f32
+// import query_rotation = attend/query_rotation.wgsl
+// import query_ranges = attend/query_ranges.wgsl
+// import extremes = attend/extremes.wgsl
 
 var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 
-// import query_row = attend/query_row/int.wgsl
+// import query_row = attend/query_row.wgsl#int
 
 @compute @workgroup_size(64)
 fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) field: u32) {
