@@ -2,8 +2,8 @@
 //
 // Compiled behind linear.cu. A strip has 16 outputs, a step 128 inputs, which are one group.
 //
-// Weights are the rows of MMAs of 16 × 8 × 16: lane 4 · r + t of a warp has chunk t of a step for the outputs r and r
-// + 8 of a strip, and its 16 pairs of codes are its part of eight MMAs. A masked pair of codes is two f16 numbers
+// Weights are the rows of MMAs of 16 × 8 × 16: lane 4 · r + t of a warp has chunk t of a step for the outputs r and
+// r + 8 of a strip, and its 16 pairs of codes are its part of eight MMAs. A masked pair of codes is two f16 numbers
 // below the least normal one, f · code · 2^-24. So codes enter the MMAs without arithmetic, pairs of the same f go to
 // the same sums, and a step adds scale · (Σ x · code - zero · Σ x) to its outputs, in units of 2^-24.
 //
