@@ -30,7 +30,7 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 // The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte first,
 // both signed) in the order of use, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is
 // read as 16-byte broadcasts, each used for the four tokens of an invocation. Neighbouring lanes read neighbouring
-// vectors of keys and convert their fields to signed bytes (attend/key_bytes/).
+// vectors of keys and convert their fields to signed bytes (attend/key_bytes.wgsl).
 //
 // needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
@@ -201,10 +201,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // The scales of a group are multiplied into the query, which is converted to bytes separately for every group of a
 // tile, in the order of use (attend/prepared_query.wgsl#query_fields). The bytes are relative to the largest |q s_g| of
 // the whole tile: that takes one maximum over the team per head, where separate units would take one per group. A team
-// does this for its next tile between two barriers of a step (attend/query_bytes/); a lane takes the field groups lane,
+// does this for its next tile between two barriers of a step (attend/query_bytes.wgsl); a lane takes the field groups lane,
 // lane + 32, ... The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Groups of eight
 // neighbouring lanes or more read neighbouring vectors of keys and convert their fields to signed bytes
-// (attend/key_bytes/).
+// (attend/key_bytes.wgsl).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,

@@ -10,10 +10,10 @@
 // query is prepared here (query.wgsl#own, query.wgsl#own_f32). If there are few items, their states are merged here
 // (attend/merge.wgsl#last). Otherwise `prepare_query` and `merge_states` do this.
 //
-// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
-// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/step_scores.wgsl the keys,
+// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query heads, 16 bytes per
 // lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
-// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of one step, 512 · HEADS
 // bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
@@ -206,10 +206,10 @@ fn set_scores_lowest() {
 // The scales of a group are multiplied into the query, which is converted to bytes separately for every group of a
 // tile, in the order of use (attend/prepared_query.wgsl#query_fields). The bytes are relative to the largest |q s_g| of the whole
 // tile: that takes one maximum over the team per head, where separate units would take one per group. A team does this
-// for its next tile between two barriers of a step (attend/query_bytes/); a lane takes the field groups lane, lane +
+// for its next tile between two barriers of a step (attend/query_bytes.wgsl); a lane takes the field groups lane, lane +
 // 32, ... The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Groups of eight
 // neighbouring lanes or more read neighbouring vectors of keys and convert their fields to signed bytes
-// (attend/key_bytes/).
+// (attend/key_bytes.wgsl).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,

@@ -7,7 +7,7 @@
 //
 // With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in: q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m +
 // 2^(bits-1) s), with q already multiplied by log2 e / √D. If keys are rotated, q is rotated first. The row holds q ⊙ s
-// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
+// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row.wgsl).
 //
 // Workgroup (x, y) prepares part y % PARTS of query head y / PARTS of prepared query x: keys with sketches need one row
 // for their signs and one for their levels. An invocation owns four neighbouring channels. It reads D elements and as
