@@ -3,12 +3,14 @@
 mod attention;
 mod bridge;
 mod fused;
+mod fused_check;
 mod steps;
 mod weights;
 
 use anyhow::{Result, bail};
 use candle_host::{Rig, ServeArgs, Study, checks};
 use clap::Parser;
+use fused::HostKernels;
 use steps::CudaRig;
 
 /// Whole models on candle's CUDA device with kvpack as their attention and cache.
@@ -29,10 +31,13 @@ fn main() -> Result<()> {
     match command {
         Command::Serve(serve) => serve.run(&rig),
         Command::Study(study) => study.run(&rig),
-        Command::Check => match checks::run(&rig)? {
-            true => Ok(()),
-            false => bail!("something differs"),
-        },
+        Command::Check => {
+            let kernels = fused_check::run(&HostKernels(rig.backend().clone()), rig.device())?;
+            match checks::run(&rig)? && kernels {
+                true => Ok(()),
+                false => bail!("something differs"),
+            }
+        }
         Command::Bridge => bridge::check(rig.backend(), rig.device()),
     }
 }

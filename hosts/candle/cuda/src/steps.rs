@@ -1,5 +1,6 @@
 //! Steps of decoding as CUDA graphs: all layers of a model and its logits, captured once and replayed.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
@@ -7,8 +8,8 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFA
 use candle_core::cuda_backend::cudarc::driver::sys::CUgraphInstantiate_flags;
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaGraph, CudaStream};
-use candle_core::{DType, Device, Tensor};
-use candle_host::{Layers, Rig, Steps};
+use candle_core::{DType, Device, Storage, Tensor};
+use candle_host::{Arriving, Layers, Rig, Steps};
 use candle_nn::ops::softmax_last_dim;
 use kvpack::AttentionShape;
 use kvpack::cache::ModelCache;
@@ -17,11 +18,14 @@ use kvpack_cli::{Attention, Inputs, Model, Product};
 use kvpack_weights::QuantizedLinear;
 
 use crate::attention::{Bound, lend, open};
-use crate::fused::CandleKernels;
+use crate::fused::HostKernels;
 use crate::weights::CudaProduct;
 
 /// Graphs that are kept. One serves a class of steps until sequences have grown by an eighth.
 const GRAPHS: usize = 8;
+
+/// Steps whose times are kept until they are asked for.
+const TIMED: usize = 4;
 
 /// Times that attention alone is launched to be timed.
 const REPEATS: usize = 5;
@@ -57,7 +61,7 @@ impl Rig for CudaRig {
     }
 
     fn on_device(&self, model: Model, dtype: DType) -> Result<Model> {
-        model.moved(&self.device, dtype)?.with_fused(Box::new(CandleKernels))
+        model.moved(&self.device, dtype)?.joined()?.with_fused(Box::new(HostKernels(self.backend.clone())))
     }
 
     fn product(&self, linear: &QuantizedLinear) -> Result<Box<dyn Product>> {
@@ -76,8 +80,20 @@ impl Rig for CudaRig {
             stream: self.backend.stream().clone(),
             seen: Vec::new(),
             graphs: Vec::new(),
-            replayed: None,
+            replayed: VecDeque::new(),
         })
+    }
+
+    fn bring(&self, tokens: &Tensor) -> Result<Arriving> {
+        let stream = self.backend.stream();
+        // SAFETY: it is read behind the copy that fills it.
+        let mut arrived = unsafe { stream.context().alloc_pinned_with_flags::<u32>(tokens.elem_count(), 0)? };
+        let tokens = tokens.contiguous()?;
+        let (storage, layout) = tokens.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { bail!("the tokens are not on a CUDA device") };
+        let from = storage.as_cuda_slice::<u32>()?.slice(layout.start_offset()..);
+        stream.memcpy_dtoh(&from.slice(..arrived.len()), &mut arrived)?;
+        Ok(Box::new(move || Ok(arrived.as_slice()?.to_vec())))
     }
 
     fn softmax(&self, scores: &Tensor) -> Result<Tensor> {
@@ -105,8 +121,8 @@ pub struct CudaSteps {
     seen: Vec<Class>,
     /// The newest last.
     graphs: Vec<Captured>,
-    /// Around the last replay.
-    replayed: Option<[CudaEvent; 2]>,
+    /// Around each of the last steps that was replayed, the oldest first.
+    replayed: VecDeque<Option<[CudaEvent; 2]>>,
 }
 
 /// Steps of one class and as many rows have the same graph.
@@ -139,7 +155,10 @@ impl Steps<Cuda> for CudaSteps {
 
     fn run_again(&mut self, cache: &mut ModelCache<Cuda>, inputs: &Inputs, layers: &Layers<'_>) -> Result<Tensor> {
         let Self { bound, device, stream, seen, graphs, replayed, .. } = self;
-        *replayed = None;
+        if replayed.len() >= TIMED {
+            replayed.pop_front();
+        }
+        replayed.push_back(None);
         let mut step = bound.write(cache)?;
         let class = (step.step.class(), inputs.rows());
         let place = graphs.iter().position(|captured| captured.class == class);
@@ -174,7 +193,9 @@ impl Steps<Cuda> for CudaSteps {
         captured.graph.launch()?;
         let after = stream.record_event(Some(CU_EVENT_DEFAULT))?;
         step.step.replayed();
-        *replayed = Some([before, after]);
+        if let Some(last) = replayed.back_mut() {
+            *last = Some([before, after]);
+        }
         let output = captured.output.clone();
         graphs.push(captured);
         Ok(output)
@@ -192,12 +213,13 @@ impl Steps<Cuda> for CudaSteps {
         self.wait()?; // graphs may be running
         self.graphs.clear();
         self.seen.clear();
+        self.replayed.clear();
         self.bound = Bound::new(&self.backend, &self.device, self.of, self.rows)?;
         Ok(())
     }
 
     fn replayed_ms(&mut self) -> Option<f64> {
-        let [before, after] = self.replayed.take()?;
+        let [before, after] = self.replayed.pop_front()??;
         before.elapsed_ms(&after).ok().map(f64::from)
     }
 
