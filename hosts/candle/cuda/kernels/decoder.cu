@@ -25,9 +25,10 @@ __device__ __forceinline__ u32 halves_of(float x, float y) {
     return halves;
 }
 
-// Waits for the kernel before, which may still run when this one begins.
+// Waits for the kernel before, which may still run when this one begins. The next one may begin already.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

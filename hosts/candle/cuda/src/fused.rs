@@ -10,6 +10,7 @@ use kvpack_device::cuda::cudarc::driver::{DeviceRepr, LaunchConfig};
 use kvpack_device::cuda::{KernelLaunch, KernelSources, Program};
 
 use crate::attention::lend;
+use crate::scratch::Scratch;
 
 static SOURCES: KernelSources =
     KernelSources { library: "candle-host", files: &[("decoder.cu", include_str!("../kernels/decoder.cu"))] };
@@ -21,7 +22,10 @@ const THREADS: usize = 256;
 const TOGETHER: usize = 8;
 
 /// Norms, rotations and gates on the stream of candle.
-pub struct HostKernels(pub Cuda);
+pub struct HostKernels {
+    pub backend: Cuda,
+    pub scratch: Scratch,
+}
 
 /// The argument of `add_and_norm`.
 #[derive(Clone, Copy, Debug)]
@@ -66,6 +70,11 @@ unsafe impl DeviceRepr for HeadsCall {}
 unsafe impl DeviceRepr for GateCall {}
 
 impl HostKernels {
+    /// A tensor for a kernel to write.
+    fn tensor(&self, like: &Tensor, shape: (usize, usize)) -> Result<Tensor> {
+        self.scratch.tensor(shape, like.dtype(), like.device())
+    }
+
     /// Queues a kernel on the stream.
     ///
     /// # Safety
@@ -79,7 +88,7 @@ impl HostKernels {
     ) -> Result<()> {
         let (dtype, mut defines) = of;
         defines.push(("HALVES", usize::from(dtype == DType::F16)));
-        let kernels = self.0.kernels();
+        let kernels = self.backend.kernels();
         let program = Program { sources: &SOURCES, files: &["decoder.cu"], defines };
         let function = kernels.function(&program, name).map_err(Error::wrap)?;
         let blocks =
@@ -88,7 +97,7 @@ impl HostKernels {
         let overlaps = kernels.facts().capability >= (9, 0);
         let launch = KernelLaunch { name, function, config, cluster: 1, overlaps };
         // SAFETY: The caller guarantees sizes; candle frees in the order of the stream.
-        unsafe { launch.run(self.0.stream(), call) }.map_err(Error::wrap)
+        unsafe { launch.run(self.backend.stream(), call) }.map_err(Error::wrap)
     }
 }
 
@@ -100,11 +109,6 @@ fn address(tensor: &Tensor) -> Result<u64> {
 /// Whether the kernels take tensors of this type whose rows are whole groups of elements.
 fn takes(x: &Tensor, widths: &[usize]) -> bool {
     matches!(x.dtype(), DType::F16 | DType::F32) && widths.iter().all(|width| width.is_multiple_of(TOGETHER))
-}
-
-fn empty(like: &Tensor, shape: impl Into<candle_core::Shape>) -> Result<Tensor> {
-    // SAFETY: every element is written by the kernel that takes it.
-    unsafe { Tensor::empty(shape, like.dtype(), like.device()) }
 }
 
 impl Fused for HostKernels {
@@ -120,7 +124,7 @@ impl Fused for HostKernels {
             return Ok((sum, normed));
         }
         let (stream, added) = (stream.contiguous()?, added.contiguous()?);
-        let (sum, normed) = (empty(&stream, (rows, width))?, empty(&stream, (rows, width))?);
+        let (sum, normed) = (self.tensor(&stream, (rows, width))?, self.tensor(&stream, (rows, width))?);
         let call = NormCall {
             stream: address(&stream)?,
             added: address(&added)?,
@@ -165,7 +169,7 @@ impl Fused for HostKernels {
             let (queries, keys) = (rotated(part(0, heads)?)?, rotated(part(heads, kv_heads)?)?);
             return Ok([queries, keys, part(heads + kv_heads, kv_heads)?]);
         }
-        let made = |count| empty(&joined, (rows, count, head_dim));
+        let made = |count| self.tensor(&joined, (rows, count * head_dim))?.reshape((rows, count, head_dim));
         let made = [made(heads)?, made(kv_heads)?, made(kv_heads)?];
         let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
         let call = HeadsCall {
@@ -197,7 +201,7 @@ impl Fused for HostKernels {
                 Activation::Gelu => gate.gelu()? * up,
             };
         }
-        let gated = empty(&joined, (rows, inner))?;
+        let gated = self.tensor(&joined, (rows, inner))?;
         let call = GateCall { joined: address(&joined)?, gated: address(&gated)?, rows: rows as u64 };
         let of = (joined.dtype(), vec![("INNER", inner), ("GELU", usize::from(activation == Activation::Gelu))]);
         let units = rows * inner / TOGETHER;

@@ -4,13 +4,13 @@ mod attention;
 mod bridge;
 mod fused;
 mod fused_check;
+mod scratch;
 mod steps;
 mod weights;
 
 use anyhow::{Result, bail};
 use candle_host::{Rig, ServeArgs, Study, checks};
 use clap::Parser;
-use fused::HostKernels;
 use steps::CudaRig;
 
 /// Whole models on candle's CUDA device with kvpack as their attention and cache.
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
         Command::Serve(serve) => serve.run(&rig),
         Command::Study(study) => study.run(&rig),
         Command::Check => {
-            let kernels = fused_check::run(&HostKernels(rig.backend().clone()), rig.device())?;
+            let kernels = fused_check::run(&rig.kernels(), rig.device())?;
             match checks::run(&rig)? && kernels {
                 true => Ok(()),
                 false => bail!("something differs"),
