@@ -1,8 +1,11 @@
 //! Rotary position encoding, and what the layers take of a step.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 use super::config::RopePairs;
+
+/// The most positions whose angles the host computes: a step of decoding then needs no kernels for them.
+const FEW_POSITIONS: usize = 256;
 
 /// What the layers take of a step.
 #[derive(Clone)]
@@ -64,7 +67,15 @@ impl Rotation {
     pub(super) fn new(frequencies: &[f32], positions: &[usize], of: &Tensor) -> candle_core::Result<Self> {
         let angles =
             positions.iter().flat_map(|&position| frequencies.iter().map(move |frequency| position as f32 * frequency));
-        let angles = Tensor::from_vec(angles.collect(), (positions.len(), 1, frequencies.len()), of.device())?;
+        let (angles, shape): (Vec<f32>, _) = (angles.collect(), (positions.len(), 1, frequencies.len()));
+        if positions.len() <= FEW_POSITIONS {
+            let of = |function: fn(f32) -> f32| {
+                let made = angles.iter().map(|&angle| function(angle)).collect::<Vec<_>>();
+                Tensor::from_vec(made, shape, &Device::Cpu)?.to_dtype(of.dtype())?.to_device(of.device())
+            };
+            return Ok(Self { cos: of(f32::cos)?, sin: of(f32::sin)? });
+        }
+        let angles = Tensor::from_vec(angles, shape, of.device())?;
         Ok(Self { cos: angles.cos()?.to_dtype(of.dtype())?, sin: angles.sin()?.to_dtype(of.dtype())? })
     }
 
@@ -84,8 +95,6 @@ impl Rotation {
 }
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
-
     use super::*;
 
     /// Each pair turns by position · frequency, whichever elements form it.

@@ -59,6 +59,11 @@ impl Scratch {
         ring.tensors[at].narrow(0, 0, rows)
     }
 
+    /// Whether tensors of this many rows are used again at present.
+    pub fn is_used_again(&self, rows: usize) -> bool {
+        rows <= MOST_ROWS && self.state().use_again
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
