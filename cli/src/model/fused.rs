@@ -31,8 +31,8 @@ pub trait Fused {
     /// What the device says.
     fn rotate(&self, x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RopePairs) -> Result<Tensor>;
 
-    /// Queries, keys and values `[tokens, heads, head_dim]`, the former two rotated, from rows that hold them behind one
-    /// another.
+    /// Queries, keys and values `[tokens, heads, head_dim]` from rows that hold them behind one another. The former two
+    /// are rotated.
     ///
     /// # Errors
     /// What the device says.

@@ -45,8 +45,8 @@ pub trait Rig {
     /// What the device reports.
     fn steps(&self, model: &Model, layers: usize, rows: usize) -> Result<Self::Steps>;
 
-    /// Begins to bring tokens to the host, behind what the device has been given so far. What it is given afterwards need
-    /// not be done when they arrive.
+    /// Begins to bring tokens to the host, behind what the device has been given so far. They do not wait for what it is
+    /// given afterwards.
     ///
     /// # Errors
     /// What the device reports.

@@ -130,7 +130,7 @@ impl Fused for HostKernels {
         let number = |x: usize| i32::try_from(x).map_err(Error::wrap);
         let [outputs, rows, inputs] = [number(outputs)?, number(rows)?, number(inputs)?];
         let handle = x.device().as_cuda_device()?.cublas_handle();
-        // SAFETY: the product has `rows` rows of `outputs`, the others as many rows of `inputs` as their shapes say, all
+        // SAFETY: the product has `rows` rows of `outputs`, the others rows of `inputs` as their shapes say, all
         // contiguous on the stream of the handle. The numbers are read before the call returns.
         let called = unsafe {
             gemm_strided_batched_ex(
