@@ -125,7 +125,9 @@ def tables():
     yield rates("decode-smollm2", batches, [1024, 4096, 8000])
     yield parts("decode-smollm2", [(1, 1024), (64, 8000)], some)
     yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g", "20g-w4"))
-    yield from (policy(name) for name in ("latency-7b", "latency-7b-w4", "latency-8b", "lookm-13b"))
+    yield budgets([f"throughput-7b-{budget}" for budget in ("10g", "20g", "40g")])
+    policies = ("latency-7b", "latency-7b-w4", "latency-7b-32k-w4", "latency-8b", "lookm-13b")
+    yield from (policy(name) for name in policies)
     yield context("context-7b")
 
 

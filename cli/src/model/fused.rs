@@ -7,12 +7,6 @@ use super::config::{Activation, RopePairs};
 
 /// Operations that a device has as one kernel each.
 pub trait Fused {
-    /// `x · weightᵀ`: `[rows, inputs]` and `[outputs, inputs]` to `[rows, outputs]`.
-    ///
-    /// # Errors
-    /// What the device says.
-    fn product(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor>;
-
     /// x / √(mean x² + ε) · weight of every row; the weight has the type of `x`.
     ///
     /// # Errors

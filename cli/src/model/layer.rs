@@ -156,12 +156,12 @@ impl Layer {
         fused: Option<&dyn Fused>,
     ) -> candle_core::Result<Tensor> {
         let (gate, up) = match (&self.joined.gates, fused) {
-            (Some(gates), Some(fused)) => return fused.gate(&gates.forward_by(Some(fused), x)?, activation),
+            (Some(gates), Some(fused)) => return fused.gate(&gates.forward(x)?, activation),
             (Some(gates), None) => {
                 let [gate, up] = columns(&gates.forward(x)?, [1, 1])?;
                 (gate, up)
             }
-            (None, _) => (self.gate.forward_by(fused, x)?, self.up.forward_by(fused, x)?),
+            (None, _) => (self.gate.forward(x)?, self.up.forward(x)?),
         };
         match activation {
             Activation::Silu => gate.silu()? * up,

@@ -267,18 +267,17 @@ impl Model {
         let layer = &self.layers[index];
         let is_local = self.config.layer_attention(index).window().is_some();
         let rotation = rotations.local.as_ref().filter(|_| is_local).unwrap_or(&rotations.global);
-        let fused = self.fused.as_deref();
         let (stream, normed) = self.added(stream, &layer.attention_norm)?;
         watch(Input::Attention, &normed)?;
         let attended = attention.attend(&self.chunk(&normed, (index, layer), rotation)?)?;
         watch(Input::AttentionOutput, &attended)?;
-        let attended = layer.attention_output.forward_by(fused, &attended)?;
+        let attended = layer.attention_output.forward(&attended)?;
         let attended = self.normed(attended, &layer.attention_output_norm)?;
         let (stream, normed) = self.added((&stream, Some(&attended)), &layer.feed_forward_norm)?;
         watch(Input::FeedForward, &normed)?;
-        let gated = layer.gated(&normed, self.config.activation, fused)?;
+        let gated = layer.gated(&normed, self.config.activation, self.fused.as_deref())?;
         watch(Input::Down, &gated)?;
-        let fed = layer.down.forward_by(fused, &gated)?;
+        let fed = layer.down.forward(&gated)?;
         Ok((stream, self.normed(fed, &layer.feed_forward_output_norm)?))
     }
 
@@ -289,7 +288,7 @@ impl Model {
 
     /// The logits `[tokens, vocabulary]` of the tokens that follow.
     pub fn logits(&self, stream: &Tensor) -> Result<Tensor> {
-        Ok(self.output.forward_by(self.fused.as_deref(), &self.norm(stream, &self.output_norm)?)?)
+        Ok(self.output.forward(&self.norm(stream, &self.output_norm)?)?)
     }
 
     /// x / √(mean x² + ε) · weight, in f32.
@@ -329,17 +328,14 @@ impl Model {
     fn chunk(&self, x: &Tensor, (index, layer): (usize, &Layer), rotation: &Rotation) -> candle_core::Result<Chunk> {
         let (shape, pairs) = (&self.config.attention, self.config.rope_pairs);
         let (tokens, count, kv_count) = (x.dim(0)?, shape.query_heads(), shape.kv_heads());
-        let fused = self.fused.as_deref();
-        let [queries, keys, values] = match (layer.joined_heads(), fused) {
+        let [queries, keys, values] = match (layer.joined_heads(), &self.fused) {
             (Some(joined), Some(fused)) => {
                 let angles = (&rotation.cos, &rotation.sin);
-                let [queries, keys, values] = fused.heads(&joined.forward_by(Some(fused), x)?, shape, angles, pairs)?;
+                let [queries, keys, values] = fused.heads(&joined.forward(x)?, shape, angles, pairs)?;
                 return Ok(Chunk { layer: index, queries, keys, values });
             }
             (Some(joined), None) => columns(&joined.forward(x)?, [count, kv_count, kv_count])?,
-            (None, _) => {
-                [layer.query.forward_by(fused, x)?, layer.key.forward_by(fused, x)?, layer.value.forward_by(fused, x)?]
-            }
+            (None, _) => [layer.query.forward(x)?, layer.key.forward(x)?, layer.value.forward(x)?],
         };
         let heads = |x: Tensor, count| x.reshape((tokens, count, shape.head_dim()));
         let queries = self.normed(heads(queries, count)?, &layer.query_norm)?;

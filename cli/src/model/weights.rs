@@ -7,7 +7,6 @@ use candle_core::{DType, Device, Tensor};
 use kvpack_weights::QuantizedLinear;
 
 use super::config::Metadata;
-use super::fused::Fused;
 use super::{ModelError, header};
 
 /// An open GGUF file.
@@ -247,16 +246,10 @@ impl Linear {
 
     /// `[rows, inputs]` to `[rows, outputs]`.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.forward_by(None, x)
-    }
-
-    /// The same by the operations of a device, where it has them.
-    pub fn forward_by(&self, fused: Option<&dyn Fused>, x: &Tensor) -> candle_core::Result<Tensor> {
-        let product = match (&self.weight, fused) {
-            (Weight::Dense { weight, .. }, Some(fused)) => fused.product(x, weight)?,
-            (Weight::Dense { weight, .. }, None) => x.matmul(&weight.t()?)?,
-            (Weight::Stored(stored), _) => stored.product(x)?,
-            (Weight::Joined, _) => candle_core::bail!("another layer multiplies for this one"),
+        let product = match &self.weight {
+            Weight::Dense { weight, .. } => x.matmul(&weight.t()?)?,
+            Weight::Stored(stored) => stored.product(x)?,
+            Weight::Joined => candle_core::bail!("another layer multiplies for this one"),
         };
         match &self.bias {
             Some(bias) => product.broadcast_add(bias),

@@ -1,11 +1,5 @@
 //! What the decoder does between its products, as one kernel each: this program's own, and candle's for the rest.
 
-use std::ffi::c_void;
-
-use candle_core::cuda_backend::cudarc::cublas::result::gemm_strided_batched_ex;
-use candle_core::cuda_backend::cudarc::cublas::sys::{
-    cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t, cudaDataType_t,
-};
 use candle_core::{DType, Error, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::{rope, rope_i};
@@ -118,51 +112,6 @@ fn takes(x: &Tensor, widths: &[usize]) -> bool {
 }
 
 impl Fused for HostKernels {
-    fn product(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        let ((rows, inputs), outputs) = (x.dims2()?, weight.dim(0)?);
-        if !self.scratch.is_used_again(rows) || x.dtype() != DType::F16 || weight.dtype() != DType::F16 {
-            return x.matmul(&weight.t()?);
-        }
-        // candle's own call, but for the memory that is written.
-        let (x, product) = (x.contiguous()?, self.tensor(x, (rows, outputs))?);
-        let [of_weight, of_x, of_product] = [address(weight)?, address(&x)?, address(&product)?];
-        let (one, zero) = (1f32, 0f32);
-        let number = |x: usize| i32::try_from(x).map_err(Error::wrap);
-        let [outputs, rows, inputs] = [number(outputs)?, number(rows)?, number(inputs)?];
-        let handle = x.device().as_cuda_device()?.cublas_handle();
-        // SAFETY: the product has `rows` rows of `outputs`, the others rows of `inputs` as their shapes say, all
-        // contiguous on the stream of the handle. The numbers are read before the call returns.
-        let called = unsafe {
-            gemm_strided_batched_ex(
-                *handle.handle(),
-                cublasOperation_t::CUBLAS_OP_T,
-                cublasOperation_t::CUBLAS_OP_N,
-                outputs,
-                rows,
-                inputs,
-                (&raw const one).cast(),
-                of_weight as *const c_void,
-                cudaDataType_t::CUDA_R_16F,
-                inputs,
-                i64::from(outputs) * i64::from(inputs),
-                of_x as *const c_void,
-                cudaDataType_t::CUDA_R_16F,
-                inputs,
-                i64::from(rows) * i64::from(inputs),
-                (&raw const zero).cast(),
-                of_product as *mut c_void,
-                cudaDataType_t::CUDA_R_16F,
-                outputs,
-                i64::from(rows) * i64::from(outputs),
-                1,
-                cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
-            )
-        };
-        called.map_err(Error::wrap)?;
-        Ok(product)
-    }
-
     fn norm(&self, x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
         rms_norm(&x.contiguous()?, weight, epsilon as f32)
     }

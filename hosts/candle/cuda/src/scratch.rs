@@ -1,5 +1,5 @@
-//! Memory that steps of decoding use again. What is allocated in a capture becomes nodes of its graph, and a kernel
-//! behind such a node cannot begin before the kernel in front of it is done.
+//! Memory that steps of decoding use again. What is allocated in a capture becomes nodes of its graph, and only behind
+//! another kernel can one begin early.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -57,11 +57,6 @@ impl Scratch {
         }
         ring.next = (at + 1) % TURNS;
         ring.tensors[at].narrow(0, 0, rows)
-    }
-
-    /// Whether tensors of this many rows are used again at present.
-    pub fn is_used_again(&self, rows: usize) -> bool {
-        rows <= MOST_ROWS && self.state().use_again
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
