@@ -3,10 +3,10 @@
 
 #pragma once
 
+#include "device/warpgroup.cuh"
+
 typedef unsigned char u8;
 typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
@@ -126,15 +126,6 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// A barrier whose phases end after as many arrivals.
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals = 1u) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Waits until `threads` threads have arrived at a barrier of the block that is known by its number, this one included;
 // or arrives without waiting.
 __device__ __forceinline__ void group_sync(int number, int threads) {
@@ -143,47 +134,6 @@ __device__ __forceinline__ void group_sync(int number, int threads) {
 
 __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
-// Gives registers of the calling warpgroup back, or takes some that others gave back, so that its threads have COUNT.
-template <int COUNT>
-__device__ __forceinline__ void shrink_registers() {
-#if WARPGROUPS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-
-template <int COUNT>
-__device__ __forceinline__ void grow_registers() {
-#if WARPGROUPS
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-
-// Makes this thread's writes to shared memory visible to the copy engine and the tensor cores: barriers that bulk
-// copies use, rows that a warpgroup multiplies.
-__device__ __forceinline__ void shared_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Sets the number of bytes after whose arrival this phase of the barrier ends.
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-#endif
-}
-
-// Waits for the end of the barrier's phase of this parity.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-#endif
 }
 
 // Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier. They are evicted from

@@ -1,6 +1,6 @@
 // token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
-//   w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
+//   sum_t is the largest of a group of heads;  w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
 //   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
 //
 // One block owns TILE tokens of a head. If text is raised, the block first searches all tokens of the head for the
@@ -9,15 +9,16 @@
 //
 // In bounds: tokens are below `tokens`, neighbours between 0 and the first recent one; sums, scores and words were
 // checked against the call. WEIGHING is 0 sum, 1 mean of the rows that see a token; POOL 0 none, 1 mean, 2 maximum;
-// TEXT 0 like images, 1 raised, 2 stays.
+// TEXT 0 like images, 1 raised, 2 stays; GROUP sums of a token of a KV head.
 
 #pragma once
 
 #include "common/reduce.cuh"
 
 struct TokenScoresCall {
-    // [kv_head][tokens].
+    // [kv_head][GROUP][tokens].
     u64 sums;
+    // [kv_head][tokens].
     u64 scores;
     // Positions of the rows, ascending; where images begin and end, ascending.
     u64 rows;
@@ -53,10 +54,21 @@ __device__ __forceinline__ u32 count_below(const u32* values, u32 count, u32 val
     return first;
 }
 
+// The largest sum of a token, or NaN if one is.
+__device__ __forceinline__ float sum_of(const TokenScoresCall& call, const float* sums, u32 token) {
+    float sum = sums[token];
+#pragma unroll
+    for (u32 head = 1; head < GROUP; head++) {
+        const float other = sums[(u64)head * call.tokens + token];
+        if (other > sum || other != other) sum = other;
+    }
+    return sum;
+}
+
 __device__ __forceinline__ float weighed(const TokenScoresCall& call, const float* sums, u32 token) {
-    if (WEIGHING == 0) return sums[token];
+    if (WEIGHING == 0) return sum_of(call, sums, token);
     const u32 seen_by = call.row_count - count_below((const u32*)call.rows, call.row_count, token);
-    return seen_by == 0 ? 0.0f : sums[token] / (float)seen_by;
+    return seen_by == 0 ? 0.0f : sum_of(call, sums, token) / (float)seen_by;
 }
 
 __device__ __forceinline__ float pooled(const TokenScoresCall& call, const float* sums, u32 token) {
@@ -74,7 +86,7 @@ __device__ __forceinline__ float pooled(const TokenScoresCall& call, const float
 extern "C" __global__ void __launch_bounds__(THREADS) token_scores(const TokenScoresCall call) {
     __shared__ float of_warps[THREADS / 32];
     const u32 kv_head = blockIdx.y;
-    const float* sums = (const float*)call.sums + (u64)kv_head * call.tokens;
+    const float* sums = (const float*)call.sums + (u64)kv_head * GROUP * call.tokens;
     float* scores = (float*)call.scores + (u64)kv_head * call.tokens;
     float largest = -__uint_as_float(INFINITE);
     if (TEXT == 1) {
@@ -92,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) token_scores(const TokenSc
 #pragma unroll
     for (u32 token = first; token < first + TILE; token += THREADS) {
         if (token >= call.tokens) break;
-        const float sum = sums[token];
+        const float sum = sum_of(call, sums, token);
         if (sum != sum) atomicMax((u32*)call.not_numbers + kv_head, call.tokens - token);
         float score = pooled(call, sums, token);
         bool stays = token >= call.recent_from;

@@ -1,6 +1,6 @@
 // token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
-//   w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
+//   sum_t is the largest of a group of heads;  w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
 //   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
 //
 // One workgroup owns TILE tokens of a head; an invocation owns every 256th of them. If text is raised, the workgroup
@@ -13,7 +13,7 @@
 // bounded by the call.
 //
 // binds: 0 call, 1 sums, 2 scores, 3 not_numbers
-// set by plans: WEIGHING, POOL, TEXT
+// set by plans: WEIGHING, POOL, TEXT, GROUP
 
 struct TokenScoresCall {
     tokens: u32,
@@ -30,7 +30,7 @@ struct TokenScoresCall {
 }
 
 @group(0) @binding(0) var<storage, read> call: TokenScoresCall;
-// [kv_head][tokens], both. Scores are the bits of f32.
+// [kv_head][GROUP][tokens], and [kv_head][tokens]. Scores are the bits of f32.
 @group(0) @binding(1) var<storage, read> sums: array<f32>;
 @group(0) @binding(2) var<storage, read_write> scores: array<u32>;
 // [kv_head].
@@ -42,6 +42,8 @@ const WEIGHING: u32 = 0u;
 const POOL: u32 = 0u;
 // 0 like images, 1 raised, 2 stays.
 const TEXT: u32 = 0u;
+// Sums of a token of a KV head.
+const GROUP: u32 = 1u;
 const INVOCATIONS: u32 = 256u;
 const TILE: u32 = 2048u;
 const INFINITE: u32 = 0x7f800000u;
@@ -65,8 +67,24 @@ fn count_below(start: u32, end: u32, value: u32) -> u32 {
     return first - start;
 }
 
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > INFINITE;
+}
+
+// The largest sum of a token, or NaN if one is.
+fn sum_of(first: u32, token: u32) -> f32 {
+    var sum = sums[first + token];
+    for (var head = 1u; head < GROUP; head++) {
+        let other = sums[first + head * call.tokens + token];
+        if (other > sum || is_nan(other)) {
+            sum = other;
+        }
+    }
+    return sum;
+}
+
 fn weighed(first: u32, token: u32) -> f32 {
-    let sum = sums[first + token];
+    let sum = sum_of(first, token);
     if (WEIGHING == 0u) {
         return sum;
     }
@@ -113,14 +131,14 @@ fn largest(first: u32, invocation: u32) -> f32 {
 @compute @workgroup_size(256)
 fn token_scores(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
     let head = workgroup.y;
-    let first = call.first_sum + head * call.tokens;
+    let first = call.first_sum + head * GROUP * call.tokens;
     var raise = 0f;
     if (TEXT == 1u) {
         raise = largest(first, invocation);
     }
     let end = min((workgroup.x + 1u) * TILE, call.tokens);
     for (var token = workgroup.x * TILE + invocation; token < end; token += INVOCATIONS) {
-        if ((bitcast<u32>(sums[first + token]) & 0x7fffffffu) > INFINITE) {
+        if (is_nan(sum_of(first, token))) {
             atomicMax(&not_numbers[head], call.tokens - token);
         }
         var score = bitcast<u32>(pooled(first, token));

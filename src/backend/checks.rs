@@ -1,6 +1,6 @@
 //! Checks that kernels of several backends share.
 
-use crate::plan::TokenIndices;
+use crate::plan::{ElementType, TokenIndices};
 use crate::{Error, Result};
 
 /// Checks that a 32-bit index can count `needed` of `what`.
@@ -31,4 +31,34 @@ pub(crate) fn check_indices(
     }
     let shape = format!("[{kv_heads}, {count}]; they are [{}, {}]", given.kv_heads(), given.count());
     Err(Error::Elements { what, given: given.indices(), expected: kv_heads * count, shape })
+}
+
+/// A tensor of a device whose kernels are launched.
+pub(crate) trait TypedTensor {
+    /// Number of elements.
+    fn elements(&self) -> usize;
+
+    /// Their type.
+    fn element_type(&self) -> ElementType;
+}
+
+/// Checks that a tensor holds as many elements as a kernel writes, of the type that it writes.
+///
+/// # Errors
+/// [`Error::Elements`] or [`Error::Buffer`].
+pub(crate) fn check_output(
+    what: &'static str,
+    output: &impl TypedTensor,
+    expected: usize,
+    element_type: ElementType,
+) -> Result<()> {
+    if output.elements() != expected {
+        let (given, shape) = (output.elements(), "the result".into());
+        return Err(Error::Elements { what, given, expected, shape });
+    }
+    if output.element_type() != element_type {
+        let reason = format!("it holds {:?}, but the kernel writes {element_type:?}", output.element_type());
+        return Err(Error::Buffer { what, reason });
+    }
+    Ok(())
 }

@@ -10,14 +10,12 @@
 
 mod attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-mod bound_classes;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-mod bound_layers;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod checks;
 mod device;
 mod filled;
 mod forward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod model_step;
 mod open_step;
 mod packing;
 mod selection;
@@ -28,16 +26,20 @@ pub use attention::{
     StateParts,
 };
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) use bound_classes::BoundClasses;
-#[cfg(feature = "wgpu")]
-pub(crate) use bound_layers::PartLayers;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) use bound_layers::{LayerPlace, StepLayers, check_log_sum_exps, of_layer};
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) use checks::{check_index, check_indices};
+pub(crate) use checks::{TypedTensor, check_index, check_indices, check_output};
 pub use device::Device;
 pub use filled::{FilledSpan, FilledStores, NewSpan, SpanSource};
 pub use forward::{Forward, Forwarding};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub use model_step::AttendTensors;
+#[cfg(feature = "wgpu")]
+pub(crate) use model_step::PartLayers;
+#[cfg(feature = "cuda")]
+pub(crate) use model_step::StepClasses;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use model_step::{
+    BoundClass, BoundPart, BoundParts, ByPart, StepLayers, StepTensors, WrittenPart, of_layer,
+};
 pub use open_step::{LayerTensors, OpenStep, StagedSpan, StepKind, StepKinds, StoredLayers};
 pub use packing::{FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, NonFinite, Packing, SpanRead, SpanWrite, WriteInput};
 pub use selection::{

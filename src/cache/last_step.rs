@@ -1,13 +1,14 @@
 //! What a committed step leaves for the next one: its memory, and its plan. A step of decoding that adds a token within
 //! the last page of every sequence is then opened without a plan of its own, and without taking memory.
 
-use super::Recipe;
 use super::change::Change;
 use super::layers::LayerGroup;
-use super::page_tables::PageTables;
+use super::page_tables::{GoingOn, PageTables};
+use super::write_table::GroupTable;
+use super::{Recipe, TokenRun};
 use crate::Result;
 use crate::backend::Backend;
-use crate::plan::{AttendPlan, QueryRun, TokenIndices, Visible};
+use crate::plan::{AttendPlan, QueryRun, SpanIndex, TokenIndices, Visible};
 
 /// What the last step of a group left. Nothing in it has to be there.
 pub(super) struct LastStep<I> {
@@ -16,11 +17,17 @@ pub(super) struct LastStep<I> {
     plan: Option<AttendPlan>,
     /// How often the sequence of every run of the plan had been changed.
     changes: Vec<u64>,
+    /// Where the plan has the last span of every run; empty if that was not looked for.
+    ends: Vec<SpanIndex>,
+    /// The step of the write table.
+    going: GoingOn,
+    /// How often the write table had been filled for that step.
+    fillings: u64,
 }
 
 impl<I> Default for LastStep<I> {
     fn default() -> Self {
-        Self { change: None, plan: None, changes: Vec::new() }
+        Self { change: None, plan: None, changes: Vec::new(), ends: Vec::new(), going: GoingOn::default(), fillings: 0 }
     }
 }
 
@@ -28,6 +35,32 @@ impl<I: TokenIndices + Clone> LastStep<I> {
     /// An empty change of the stores of a recipe.
     pub(super) fn change(&mut self, recipe: &Recipe) -> Change<I> {
         self.change.take().unwrap_or_else(|| Change::new(recipe))
+    }
+
+    /// Whether a step of these runs goes on from the one that the write table is of.
+    pub(super) fn goes_on(
+        &self,
+        tables: &PageTables<I>,
+        written: &GroupTable,
+        (runs, tokens): (&[TokenRun], usize),
+    ) -> bool {
+        self.fillings == written.fillings() && tables.goes_on(&self.going, runs, tokens)
+    }
+
+    /// Appends the tokens of such a step to an empty change.
+    pub(super) fn go_on(&mut self, tables: &mut PageTables<I>, change: &mut Change<I>) {
+        tables.go_on(&mut self.going, change);
+    }
+
+    /// Notes the open change of these runs, of which the write table is.
+    pub(super) fn note(
+        &mut self,
+        tables: &PageTables<I>,
+        written: &GroupTable,
+        (change, runs): (&Change<I>, &[TokenRun]),
+    ) {
+        tables.note(&mut self.going, change, runs);
+        self.fillings = written.fillings();
     }
 
     /// The plan of the open change, if that only adds a token to each of the sequences that the last plan reads, within
@@ -54,11 +87,25 @@ impl<I: TokenIndices + Clone> LastStep<I> {
             let span = tables.sequences().get(sequence)?.spans.last()?;
             Some((span.store.index(), span.start()?))
         };
-        plan.grow_each(last).then_some(plan)
+        plan.grow_each(&mut self.ends, last).then_some(plan)
     }
 }
 
 impl<B: Backend> LayerGroup<B> {
+    /// Opens a change of the page tables that appends, and lays out its writes. On an error nothing has changed.
+    pub(super) fn open_append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<B::Indices>> {
+        let mut change = self.last.change(self.page_tables.recipe());
+        let Self { page_tables, table, last, .. } = self;
+        if last.goes_on(page_tables, table, (runs, tokens)) && table.move_on() {
+            last.go_on(page_tables, &mut change);
+            return Ok(change);
+        }
+        let change = self.page_tables.append(change, runs, tokens)?;
+        let change = self.lay_out(change, tokens)?;
+        self.last.note(&self.page_tables, &self.table, (&change, runs));
+        Ok(change)
+    }
+
     /// The plan of an open change.
     pub(super) fn open_plan(
         &mut self,
@@ -66,7 +113,13 @@ impl<B: Backend> LayerGroup<B> {
         queries: &[QueryRun],
     ) -> Result<AttendPlan> {
         let grown = change.and_then(|change| self.last.grown_plan(&self.page_tables, change, queries));
-        grown.map_or_else(|| self.plan(queries), Ok)
+        grown.map_or_else(
+            || {
+                self.last.ends.clear();
+                self.plan(queries)
+            },
+            Ok,
+        )
     }
 
     /// Commits an open step, and keeps what the next one can use.

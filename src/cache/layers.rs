@@ -9,7 +9,7 @@ use super::page_tables::PageTables;
 use super::sequence::{Positions, Span};
 use super::step::NewTokens;
 use super::write_table::GroupTable;
-use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId, TokenRun};
+use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId};
 use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, StepKind, StoredLayers, WriteInput};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, RowLayout, Rows, Split, TokenRange};
@@ -276,13 +276,6 @@ impl<B: Backend> LayerGroup<B> {
         if which == KeyOrValue::Key && self.recipe().is_centred() { largest / 2.0 } else { largest }
     }
 
-    /// Opens a change of the page tables that appends, and lays out its writes. On an error nothing has changed.
-    pub(super) fn open_append(&mut self, runs: &[TokenRun], tokens: usize) -> Result<Change<B::Indices>> {
-        let change = self.last.change(self.page_tables.recipe());
-        let change = self.page_tables.append(change, runs, tokens)?;
-        self.lay_out(change, tokens)
-    }
-
     /// Opens a change of the page tables that packs windows, and lays out its writes. On an error nothing has changed.
     pub(super) fn open_windows(&mut self, sequence: usize) -> Result<Change<B::Indices>> {
         let change = self.page_tables.pack_windows(sequence)?;
@@ -295,7 +288,7 @@ impl<B: Backend> LayerGroup<B> {
         self.lay_out(change, 0)
     }
 
-    fn lay_out(&mut self, change: Change<B::Indices>, tokens: usize) -> Result<Change<B::Indices>> {
+    pub(super) fn lay_out(&mut self, change: Change<B::Indices>, tokens: usize) -> Result<Change<B::Indices>> {
         match self.table.set(&self.page_tables, &change.writes, tokens) {
             Ok(()) => Ok(change),
             Err(error) => {

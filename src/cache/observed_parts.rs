@@ -4,12 +4,13 @@ use std::fmt;
 
 use super::ModelCache;
 use super::decided::{Decided, DecidedLayer};
+use super::layers::LayerGroup;
 use super::observed::columns;
 use crate::backend::{Backend, NewQueries, SpanBytes, SpanRead, TensorRows};
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::policy::{
-    ColumnRequest, HeadAggregation, KeepRule, LayerStatistics, Policy, QueryPositions, Selection, Spans,
+    ColumnRequest, HeadAggregation, KeepRule, LayerStatistics, Policy, QueryPositions, ScoreRequest, Selection, Spans,
 };
 use crate::{Error, Result};
 
@@ -25,6 +26,7 @@ pub struct ObservedParts<B: Backend> {
     spans: Spans,
     /// The measured query rows; `None` if nothing is measured.
     rows: Option<QueryPositions>,
+    /// What is summed up. Where the policy takes the maximum over heads, the sums of each are kept until all parts came.
     columns: ColumnRequest,
     sequence: usize,
     /// Position of the prompt's first token.
@@ -47,7 +49,7 @@ struct LayerParts<B: Backend> {
     shape: AttentionShape,
     /// Rows measured so far.
     rows: usize,
-    /// Column sums over these rows, `[kv_heads, tokens]`.
+    /// Column sums over these rows, `[kv_heads, tokens]`, or `[query_heads, tokens]`.
     sums: Option<B::Tensor>,
     /// Counts `[query_heads, rows]` of every part, with its number of rows.
     counts: Vec<(B::Words, usize)>,
@@ -80,10 +82,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence; [`Error::NoTextAfterImage`] when the policy measures the text
     /// after the image and there is none; [`Error::Selection`] when layers differ in KV heads; [`Error::Unsupported`]
-    /// when the policy takes the maximum over heads, which cannot be added up part by part;
-    /// [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// when layers have a sliding window; [`Error::OutOfMemory`] or [`Error::Limit`].
     pub async fn observe_parts(&self, sequence: usize, policy: Policy, spans: Spans) -> Result<ObservedParts<B>> {
-        let (start, rows, columns) = (self.length(sequence)?, policy.query_rows(&spans)?, columns(&policy));
+        let (start, rows, columns) = (self.length(sequence)?, policy.query_rows(&spans)?, added_columns(&policy));
         let shapes = self.shapes();
         let kv_heads = shapes[0].kv_heads();
         if let Some(other) = shapes.iter().position(|shape| shape.kv_heads() != kv_heads) {
@@ -92,10 +93,16 @@ impl<B: Backend + Clone> ModelCache<B> {
                 format!("layer {other} has {given} KV heads and layer 0 has {kv_heads}; budgets are shared by heads");
             return Err(Error::Selection { reason });
         }
-        if rows.is_some() && columns.aggregation == HeadAggregation::Max {
+        let windowed = |group: &LayerGroup<B>| Some((group.numbers()[0], group.recipe().attention().window()?));
+        if let Some((layer, left)) = self.groups.iter().find_map(windowed) {
             return Err(Error::Unsupported {
-                what: "a policy that takes the maximum over heads, of a prompt in parts".into(),
-                hint: "take the mean or the sum, or bring the whole prompt (ModelCache::observe)".into(),
+                what: format!(
+                    "a policy that chooses among a prompt in parts, with a sliding window of {left} positions in layer \
+                     {layer}"
+                ),
+                hint: "where gathered tokens stood is not known, so that a window does not say which it sees; say what is \
+                       stored as spans (ModelCache::pack_parts)"
+                    .into(),
             });
         }
         let backend = self.backend().clone();
@@ -322,6 +329,10 @@ impl<B: Backend> ObservedParts<B> {
                 Some(rows) => self.policy.score_request(&self.spans, rows, count)?,
                 None => None,
             };
+            // Sums of heads that were not aggregated wait for it.
+            let waits = self.policy.scores.aggregation == HeadAggregation::Max;
+            let group = if waits { of.shape.group() } else { 1 };
+            let request = request.map(|request| ScoreRequest { group, ..request });
             decided.push(match (&of.sums, request) {
                 (Some(sums), Some(request)) => {
                     DecidedLayer::by_scores(&self.backend, sums, (kv_heads, count), &request)?
@@ -372,6 +383,15 @@ impl<B: Backend> fmt::Debug for ObservedParts<B> {
             .field("sequence", &self.sequence)
             .field("tokens", &self.spans.tokens())
             .finish_non_exhaustive()
+    }
+}
+
+/// What is summed up of every part: sums and means over heads add up, the largest of them is taken in the end.
+fn added_columns(policy: &Policy) -> ColumnRequest {
+    let columns = columns(policy);
+    match columns.aggregation {
+        HeadAggregation::Max => ColumnRequest { aggregation: HeadAggregation::Each, ..columns },
+        HeadAggregation::Each | HeadAggregation::Sum | HeadAggregation::Mean => columns,
     }
 }
 

@@ -286,6 +286,14 @@ impl<I: TokenIndices> Sequence<I> {
         self.length += 1;
     }
 
+    /// Counts a token that was put into the open page.
+    pub(super) fn push_in_page(&mut self) {
+        if let Some(last) = self.spans.last_mut() {
+            last.tokens += 1;
+        }
+        self.length += 1;
+    }
+
     /// Takes back a token that was put into the last page beside others.
     pub(super) fn pop_token(&mut self) {
         if let Some(last) = self.spans.last_mut() {
@@ -298,6 +306,19 @@ impl<I: TokenIndices> Sequence<I> {
     /// `sink` or later and has at least `newer` tokens after it.
     pub(super) fn window_to_pack(&self, sink: usize, newer: usize, appended: usize) -> Option<usize> {
         self.windows_due(sink, newer, appended).next()
+    }
+
+    /// Number of steps that decode a token into the open page before a window is due.
+    pub(super) fn steps_until_window(&self, sink: usize, newer: usize) -> usize {
+        let last = self.spans.len().wrapping_sub(1);
+        let steps_of = |(index, span): (usize, &Span<I>)| {
+            let end = span.start().filter(|&start| start >= sink)? + TILE_TOKENS;
+            let is_window = span.kind == SpanKind::Appended && span.store == StoreId::F16;
+            let fills = span.tokens == TILE_TOKENS || (index == last && span.tokens < TILE_TOKENS);
+            // The step that makes it due has `newer` tokens behind its end, its own included.
+            (is_window && fills).then(|| (end + newer).saturating_sub(self.length + 1))
+        };
+        self.spans.iter().enumerate().filter_map(steps_of).min().unwrap_or(usize::MAX)
     }
 
     /// Number of full windows that are due.

@@ -18,6 +18,8 @@ pub(super) struct GroupTable {
     table: WriteTable,
     /// Whether a store got or lost buffers since the layout was made.
     stores_changed: bool,
+    /// How often the table was filled.
+    fillings: u64,
 }
 
 /// Number of sequences that a table has room for before any step needs it.
@@ -63,7 +65,7 @@ impl GroupTable {
         let centres = if page_tables.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
         let most = WriteLimits { tokens: sequences, staged: 1, copies: 0, centres, windows: sequences };
         let table = WriteTable::new(&lay_out(shape, page_tables, most)?);
-        Ok(Self { shape, most, table, stores_changed: false })
+        Ok(Self { shape, most, table, stores_changed: false, fillings: 0 })
     }
 
     /// Notes that the buffers of a store change. A shard that replaces one of the same size is another buffer, though
@@ -80,6 +82,7 @@ impl GroupTable {
         tokens: usize,
     ) -> Result<()> {
         let most = self.most.with(writes, tokens);
+        self.fillings += 1;
         if most != self.most || self.stores_changed {
             let mut table = WriteTable::new(&lay_out(self.shape, page_tables, most)?);
             table.set(writes)?;
@@ -87,6 +90,18 @@ impl GroupTable {
             return Ok(());
         }
         self.table.set(writes)
+    }
+
+    /// How often the table was filled: as long as this stays, it is the table of the step that filled it last, or of one
+    /// that [went on](GroupTable::move_on) from there.
+    pub(super) const fn fillings(&self) -> u64 {
+        self.fillings
+    }
+
+    /// Makes it the table of a step that goes on from the one that it is of: see [`WriteTable::move_on`]. False if it
+    /// cannot, or the stores have other buffers since; the table is as it was then.
+    pub(super) fn move_on(&mut self) -> bool {
+        !self.stores_changed && self.table.move_on()
     }
 
     pub(super) const fn table(&self) -> &WriteTable {

@@ -4,10 +4,13 @@ use half::f16;
 
 use super::centre_keys::centre_row;
 use super::dense::read_row;
+use super::non_finite_flags::NonFiniteFlags;
 use super::store::{CpuStore, TensorStore};
+use super::write_step::write_step;
+use crate::Result;
+use crate::backend::WriteInput;
 use crate::format::{AffineFormat, CodeRange, Direction, KeyOrValue, TILE_TOKENS, TensorFormat};
-use crate::plan::{Elements, RowLayout, TokenWrite};
-use crate::{Error, Result};
+use crate::plan::{Elements, RowLayout, TokenWrite, append_table};
 
 /// Writes tokens of dense keys and values into slots of pages, in a format that [takes single
 /// tokens](crate::SegmentFormat::takes_single_tokens), as `quantize` would store them, bit for bit.
@@ -15,8 +18,14 @@ use crate::{Error, Result};
 /// are stored as zeros.
 ///
 /// # Errors
-/// [`Error::Plan`] when the format does not take single tokens, or a token, page or slot does not exist,
+/// [`Error::NoTokens`] for none, [`Error::Plan`] when the format does not take single tokens, a token, page or slot does
+/// not exist, or two tokens go into one slot, [`Error::Limit`] when there are more than a step counts,
 /// [`Error::Elements`] when keys or values are shorter than their layout requires. On an error the store is unchanged.
+///
+/// [`Error::NoTokens`]: crate::Error::NoTokens
+/// [`Error::Plan`]: crate::Error::Plan
+/// [`Error::Limit`]: crate::Error::Limit
+/// [`Error::Elements`]: crate::Error::Elements
 pub fn append(
     store: &mut CpuStore,
     keys: Elements<'_>,
@@ -24,12 +33,9 @@ pub fn append(
     rows: RowLayout,
     writes: &[TokenWrite],
 ) -> Result<()> {
-    check(store, keys, values, &rows, writes)?;
-    for (which, elements) in [(KeyOrValue::Key, keys), (KeyOrValue::Value, values)] {
-        let largest = store.largest_element(which);
-        put_tokens(store, which, &TokenRows { elements, rows, largest, flag: &|_| () }, writes);
-    }
-    Ok(())
+    let table = append_table(store.shape(), store.step_capacity(writes.len(), 0), rows.tokens, writes)?;
+    let flags = NonFiniteFlags::new(1)?;
+    write_step(&mut [store], Some(WriteInput { keys: &keys, values: &values, rows, flags: &flags, layer: 0 }), &table)
 }
 
 /// Dense rows to be stored in slots.
@@ -115,33 +121,4 @@ fn row_ranges(affine: &AffineFormat, format: &TensorFormat, row: &[f32]) -> Vec<
         affine.tile_range(min, max)
     };
     row.chunks_exact(row.len() / groups).map(range).collect()
-}
-
-fn check(
-    store: &CpuStore,
-    keys: Elements<'_>,
-    values: Elements<'_>,
-    rows: &RowLayout,
-    writes: &[TokenWrite],
-) -> Result<()> {
-    rows.check("keys", keys.len(), store.shape())?;
-    rows.check("values", values.len(), store.shape())?;
-    let reject = |reason: String| Err(Error::Plan { what: "append", reason });
-    if !store.format().takes_single_tokens() {
-        return reject(store.format().why_no_single_tokens());
-    }
-    for write in writes {
-        if write.token >= rows.tokens || write.slot >= TILE_TOKENS {
-            return reject(format!(
-                "token {} of {} goes into slot {} of {TILE_TOKENS}",
-                write.token, rows.tokens, write.slot
-            ));
-        }
-        store.check_pages("append", &[write.page])?;
-        store.check_centre("append", write.centre)?;
-        if write.centre.is_none() && store.centre_slots() > 0 {
-            return reject("a token without a centre goes into a store whose keys are centred".into());
-        }
-    }
-    Ok(())
 }

@@ -19,7 +19,8 @@ use crate::backend::{
 use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, Elements, Page, RowLayout, Split, TokenIndices, TokenRange, TokenWrite, WindowMove, Work, WriteTable,
+    AttendPlan, Elements, Page, PageCopy, RowLayout, Split, TokenIndices, TokenRange, TokenWrite, WindowMove, Work,
+    WriteTable, copy_table,
 };
 use crate::policy::{self, ColumnRequest, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
@@ -204,7 +205,8 @@ impl Packing for Cpu {
     }
 
     fn copy_page(&self, store: &mut CpuStore, from: Page, to: Page) -> Result<()> {
-        store.copy_page(from, to)
+        let table = copy_table(store.shape(), store.step_capacity(0, 1), PageCopy { from, to })?;
+        write_step(&mut [store], None, &table)
     }
 
     fn pack_windows(

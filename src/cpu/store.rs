@@ -3,7 +3,7 @@
 use super::memory::MemoryShare;
 use crate::counts::{filled, grow};
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, TensorFormat, TileLayout};
-use crate::plan::{Page, StoreCapacity};
+use crate::plan::{BackendStore, Page, StoreCapacity, WriteLayout};
 use crate::{Error, Result};
 
 /// Pages and quantisation ranges of one segment format in host memory, in shards.
@@ -91,6 +91,21 @@ impl CpuStore {
         let shard_pages = self.shard_pages.clone();
         let (range_slots, centre_slots) = (self.range_slots, self.centre_slots());
         StoreCapacity { format: self.format, shard_pages, range_slots, tokens, copies, centres: 0, centre_slots }
+    }
+
+    /// Checks that it is a store of a step's layout.
+    ///
+    /// # Errors
+    /// [`Error::Plan`].
+    pub(super) fn check_step(&self, layout: &WriteLayout, index: usize) -> Result<()> {
+        let found = BackendStore {
+            shape: &self.shape,
+            format: &self.format,
+            shard_pages: &|shard| self.shard_pages(shard),
+            range_slots: self.range_slots,
+            centre_slots: self.centre_slots(),
+        };
+        layout.check_store(index, &found)
     }
 
     /// Number of shards.
@@ -300,13 +315,6 @@ impl CpuStore {
             return Err(Error::Plan { what, reason });
         }
         Ok(())
-    }
-
-    /// The largest key or value that the store takes: the limit of its format, or half of it for centred keys, because
-    /// the centre may be as large.
-    pub(super) fn largest_element(&self, which: KeyOrValue) -> f32 {
-        let largest = self.format.tensor(which).largest_element(self.shape.head_dim());
-        if which == KeyOrValue::Key && !self.centres.is_empty() { largest / 2.0 } else { largest }
     }
 
     /// Checks that a centre exists, where one is named.

@@ -3,11 +3,11 @@
 use super::append::{TokenRows, put_tokens};
 use super::key_mean::key_mean;
 use super::non_finite_flags::NonFiniteFlags;
-use super::pack_windows;
+use super::pack_windows::pack_pages;
 use super::store::CpuStore;
 use crate::backend::{NewCentre, WriteInput};
 use crate::format::KeyOrValue;
-use crate::plan::{BackendStore, Elements, KeyMean, TableSection, TokenWrite, WindowMove, WriteEntry, WriteTable};
+use crate::plan::{Elements, KeyMean, TableSection, TokenWrite, WindowMove, WriteEntry, WriteTable};
 use crate::{Error, Result};
 
 /// Writes to the stores of the table's layout what the table says: copies, then centres and tokens of `input`, then
@@ -54,7 +54,7 @@ pub fn write_step(
                 let windows: Vec<WindowMove> = table.entries(section).filter_map(of).collect();
                 let pair = table.layout().windows()[pair];
                 if let Ok([from, to]) = stores.get_disjoint_mut([pair.from, pair.to]) {
-                    pack_windows(from, to, &windows)?;
+                    pack_pages(from, to, &windows)?;
                 }
             }
         }
@@ -69,16 +69,7 @@ fn check(
 ) -> Result<()> {
     let layout = table.layout();
     layout.check_store_count(stores.len())?;
-    for (index, store) in stores.iter().enumerate() {
-        let found = BackendStore {
-            shape: store.shape(),
-            format: store.format(),
-            shard_pages: &|shard| store.shard_pages(shard),
-            range_slots: store.range_slots(),
-            centre_slots: store.centre_slots(),
-        };
-        layout.check_store(index, &found)?;
-    }
+    stores.iter().enumerate().try_for_each(|(index, store)| store.check_step(layout, index))?;
     match input {
         Some(input) => {
             table.check_rows(&input.rows)?;

@@ -4,11 +4,9 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::attend::launch::BoundAttendStep;
 use super::device::tensor::Tensor;
-use super::model_step::{LayerTensors, ModelLaunches, WrittenStep};
-use super::pack::store_step::BoundStoreStep;
-use crate::backend::{LayerPlace, StepLayers, of_layer};
+use super::model_step::{LayerTensors, ModelLaunches, Part, WrittenStep};
+use crate::backend::ByPart;
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
 use crate::{Error, Result};
@@ -28,8 +26,7 @@ pub struct StepLaunches {
     shape: AttentionShape,
     /// Rows of the tensors.
     rows: usize,
-    parts: Vec<PartLaunches>,
-    layers: StepLayers,
+    parts: ByPart<PartLaunches>,
 }
 
 #[derive(Clone, Debug)]
@@ -48,13 +45,13 @@ impl WrittenStep<'_> {
     /// ([`WrittenStep::is_for_graphs`]), has queries that see no token, or was bound with a layout of queries or
     /// outputs.
     pub fn launches(&self) -> Result<StepLaunches> {
-        let of = |bound: &super::model_step::Bound| (*bound.plan.shape(), bound.plan.rows());
-        let Some((shape, rows)) = self.parts.first().map(|part| of(part.bound)) else {
+        let Some((shape, rows)) =
+            self.parts.iter().next().map(|part| (*part.class().plan().shape(), part.class().plan().rows()))
+        else {
             return Err(Error::Plan { what: "step of a model", reason: "it has no layers".into() });
         };
-        let dense = self.parts.iter().all(|part| part.bound.plan.has_dense_rows());
-        let attention = |launches: &ModelLaunches| launches.attention.iter().any(BoundAttendStep::writes_unseen_rows);
-        let unseen = self.parts.iter().any(|part| attention(&part.bound.launches));
+        let dense = self.parts.iter().all(|part| part.class().plan().has_dense_rows());
+        let unseen = self.parts.iter().any(|part| part.class().launches().write_unseen_rows());
         if !dense || unseen || !self.is_for_graphs() {
             let what =
                 "launches for tensors of a layer's own: the step packs a part of a prompt as a span, has queries \
@@ -62,9 +59,8 @@ impl WrittenStep<'_> {
                     .into();
             return Err(Error::Unsupported { what, hint: "launch it with the tensors that it was bound to".into() });
         }
-        let part = |bound: &super::model_step::Bound| PartLaunches { of: bound.launches.clone(), beside: bound.beside };
-        let parts = self.parts.iter().map(|part_of| part(part_of.bound)).collect();
-        Ok(StepLaunches { shape, rows, parts, layers: self.layers.clone() })
+        let of = |part: &Part<'_>| PartLaunches { of: part.class().launches().clone(), beside: part.class().beside() };
+        Ok(StepLaunches { shape, rows, parts: self.parts.map(of) })
     }
 }
 
@@ -75,11 +71,11 @@ impl StepLaunches {
     /// [`Error::Plan`] when there is no such layer; [`Error::Elements`] for tensors of fewer rows than the step; errors
     /// of the driver.
     pub fn store(&self, stream: &Arc<CudaStream>, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
-        let (part, place) = self.part(layer)?;
+        let (part, place) = self.parts.of_layer(layer)?;
         let rows = RowLayout::token_major(self.rows, &self.shape);
         rows.check("keys", keys.elements(), &self.shape)?;
         rows.check("values", values.elements(), &self.shape)?;
-        of_layer::<BoundStoreStep>(&part.of.stores, place)?.launch_on(stream, keys, values)
+        part.of.store(place)?.launch_on(stream, keys, values)
     }
 
     /// Attends to a layer, whose tokens of the step are stored.
@@ -95,7 +91,7 @@ impl StepLaunches {
     /// # Errors
     /// As [`StepLaunches::store`].
     pub fn store_and_attend(&self, stream: &Arc<CudaStream>, layer: usize, tensors: &LayerTensors) -> Result<()> {
-        let beside = self.part(layer)?.0.beside;
+        let beside = self.parts.of_layer(layer)?.0.beside;
         self.store(stream, layer, &tensors.keys, &tensors.values)?;
         self.attend_as(stream, layer, [&tensors.queries, &tensors.output], beside)
     }
@@ -107,7 +103,7 @@ impl StepLaunches {
         [queries, output]: [&Tensor; 2],
         beside: bool,
     ) -> Result<()> {
-        let (part, place) = self.part(layer)?;
+        let (part, place) = self.parts.of_layer(layer)?;
         let expected = self.rows * self.shape.query_heads() * self.shape.head_dim();
         for (what, tensor) in [("queries", queries), ("output", output)] {
             if tensor.elements() < expected {
@@ -116,12 +112,6 @@ impl StepLaunches {
                 return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
             }
         }
-        of_layer(&part.of.attention, place)?.launch_on(stream, queries, output, beside)
-    }
-
-    /// The part of a layer, and its place there.
-    fn part(&self, layer: usize) -> Result<(&PartLaunches, usize)> {
-        let LayerPlace { part, place } = self.layers.place(layer)?;
-        Ok((of_layer(&self.parts, part)?, place))
+        part.of.attention(place)?.launch_on(stream, queries, output, beside)
     }
 }

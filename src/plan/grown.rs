@@ -2,8 +2,15 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::attend::AttendPlan;
+use super::attend::{AttendPlan, PlannedSpan, StorePart};
 use super::runs::PlannedRun;
+
+/// A span of a plan: the place of its segment, and its place there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SpanIndex {
+    segment: usize,
+    span: usize,
+}
 
 /// Where a plan comes from: the plan that was made of spans, and the number of tokens that each of its runs got since.
 #[derive(Clone, Copy, Debug)]
@@ -20,31 +27,46 @@ impl Origin {
         Self { plan: PLANS.fetch_add(1, Ordering::Relaxed), tokens: 0 }
     }
 
-    /// Whether another plan is this one with more tokens, or is like it.
+    /// How many tokens more another plan has in every run, if it is this one with more tokens or is like it.
     #[cfg(feature = "wgpu")]
-    pub(super) const fn is_before(self, other: Self) -> bool {
-        self.plan == other.plan && self.tokens <= other.tokens
+    pub(super) fn tokens_until(self, other: Self) -> Option<u64> {
+        other.tokens.checked_sub(self.tokens).filter(|_| self.plan == other.plan)
     }
 }
 
 impl AttendPlan {
     /// Becomes the plan of the same queries once every sequence has another token at the end of its last span, within
-    /// the page there. `last` returns the store of that span and the position where it begins. False if it cannot: the
-    /// plan is of no use any more then.
-    pub(crate) fn grow_each(&mut self, last: impl Fn(usize) -> Option<(usize, usize)>) -> bool {
-        let Self { runs, segments, origin, .. } = self;
-        let mut grown = 0;
-        for segment in segments {
-            let store = segment.store();
-            for span in segment.spans.iter_mut().filter(|span| span.gathered.is_none()) {
-                if last(runs[span.run].run.sequence) == Some((store, span.start)) {
-                    span.tokens += 1;
-                    grown += 1;
-                }
-            }
+    /// the page there. `last` returns the store of that span and the position where it begins; `ends` is where the plan
+    /// has these spans, and is filled if it is empty. False if it cannot: the plan is of no use any more then.
+    pub(crate) fn grow_each(
+        &mut self,
+        ends: &mut Vec<SpanIndex>,
+        last: impl Fn(usize) -> Option<(usize, usize)>,
+    ) -> bool {
+        if ends.is_empty() {
+            ends.extend(self.last_spans(last));
         }
-        runs.iter_mut().for_each(PlannedRun::move_on);
-        origin.tokens += 1;
-        grown == runs.len()
+        if ends.len() != self.runs.len() {
+            return false;
+        }
+        for &SpanIndex { segment, span } in ends.iter() {
+            let Some(span) = self.segments.get_mut(segment).and_then(|of| of.spans.get_mut(span)) else { return false };
+            span.tokens += 1;
+        }
+        self.runs.iter_mut().for_each(PlannedRun::move_on);
+        self.origin.tokens += 1;
+        true
+    }
+
+    /// Where the plan has the last span of every run.
+    fn last_spans(&self, last: impl Fn(usize) -> Option<(usize, usize)>) -> impl Iterator<Item = SpanIndex> {
+        let is_last = move |store: usize, span: &PlannedSpan| {
+            span.gathered.is_none() && last(self.runs[span.run].run.sequence) == Some((store, span.start))
+        };
+        let of_segment = move |(segment, of): (usize, &StorePart)| {
+            let spans = of.spans.iter().enumerate().filter(|(_, span)| is_last(of.store(), span));
+            spans.map(|(span, _)| SpanIndex { segment, span }).collect::<Vec<_>>()
+        };
+        self.segments.iter().enumerate().flat_map(of_segment)
     }
 }

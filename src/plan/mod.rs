@@ -33,6 +33,9 @@ pub use crate::counts::{MOST_LAYERS, MOST_TOKENS};
 pub use attend::{AttendPlan, PlannedSpan, SpanView, StoreFormat, StorePart, StoreView};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use blocks::BlockQueries;
+pub(crate) use grown::SpanIndex;
+#[cfg(feature = "wgpu")]
+pub(crate) use grown_work::GrowingWork;
 pub use kvpack_device::{ElementType, Elements};
 pub use layer_attention::LayerAttention;
 pub use pages::{Page, PageAllocator};
@@ -50,7 +53,6 @@ pub use write::{
     KeyMean, LayerWrites, MOST_MEAN_TOKENS, PageCopy, StoreCapacity, StoreWrites, TokenWrite, WindowCapacity,
     WindowMove, WriteLayout, WriteTable,
 };
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use write::{append_table, copy_table, windows_table};
 #[cfg(feature = "cuda")]
 pub(crate) use {

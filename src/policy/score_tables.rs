@@ -21,8 +21,8 @@ pub(crate) struct ScoreTables {
     /// text is scored like images.
     pub(crate) boundaries: Vec<u32>,
     /// The constants of the kernel: `WEIGHING` 0 sum, 1 mean of the rows that see a token; `POOL` 0 none, 1 average, 2
-    /// maximum; `TEXT` 0 like images, 1 raised, 2 stays.
-    pub(crate) constants: [(&'static str, usize); 3],
+    /// maximum; `TEXT` 0 like images, 1 raised, 2 stays; `GROUP` sums of a token of a KV head.
+    pub(crate) constants: [(&'static str, usize); 4],
 }
 
 impl ScoreRequest<'_> {
@@ -46,7 +46,7 @@ impl ScoreRequest<'_> {
             half_width,
             rows: if weighing == 1 { self.rows.positions().to_vec() } else { Vec::new() },
             boundaries: if text > 0 { boundaries } else { Vec::new() },
-            constants: [("WEIGHING", weighing), ("POOL", pool), ("TEXT", text)],
+            constants: [("WEIGHING", weighing), ("POOL", pool), ("TEXT", text), ("GROUP", self.group)],
         }
     }
 }
@@ -61,19 +61,19 @@ mod tests {
     fn kernels_get_what_they_need() {
         let spans = Spans::new(9, &[TokenRange::new(2, 5).unwrap()]).unwrap();
         let rows = QueryPositions::last(2, 9).unwrap();
-        let tables = |weighing, pool: Option<Pool>, text| {
+        let tables = |weighing, pool: Option<Pool>, text, group| {
             let pooling = pool.map(|pool| Pooling::new(pool, 7).unwrap());
             let scores = ScoreRule { aggregation: HeadAggregation::Mean, weighing, pooling };
-            ScoreRequest { spans: &spans, rows: &rows, scores, recent: 3, text }.tables()
+            ScoreRequest { spans: &spans, rows: &rows, scores, group, recent: 3, text }.tables()
         };
-        let plain = tables(Weighing::Sum, None, TextRule::Equal);
+        let plain = tables(Weighing::Sum, None, TextRule::Equal, 1);
         assert_eq!((plain.tokens, plain.recent_from, plain.half_width), (9, 6, 0));
         assert!(plain.rows.is_empty() && plain.boundaries.is_empty());
-        assert_eq!(plain.constants.map(|(_, value)| value), [0, 0, 0]);
+        assert_eq!(plain.constants.map(|(_, value)| value), [0, 0, 0, 1]);
         for (pool, text, constants) in
-            [(Pool::Average, TextRule::Raised, [1, 1, 1]), (Pool::Max, TextRule::Stays, [1, 2, 2])]
+            [(Pool::Average, TextRule::Raised, [1, 1, 1, 4]), (Pool::Max, TextRule::Stays, [1, 2, 2, 4])]
         {
-            let of = tables(Weighing::MeanOfVisible, Some(pool), text);
+            let of = tables(Weighing::MeanOfVisible, Some(pool), text, 4);
             assert_eq!((of.half_width, of.rows, of.boundaries), (3, vec![7, 8], vec![2, 5]));
             assert_eq!(of.constants.map(|(_, value)| value), constants);
         }

@@ -15,8 +15,11 @@ pub struct ScoreRequest<'a> {
     pub rows: &'a QueryPositions,
     /// Text and images.
     pub spans: &'a Spans,
-    /// How the sums become scores. They are already aggregated over the heads of a group.
+    /// How the sums become scores. They are aggregated over the heads of a group, or those of `group` heads.
     pub scores: ScoreRule,
+    /// Query heads of a KV head whose sums lie one after the other: a token has the largest of them. 1 if they are
+    /// aggregated.
+    pub group: usize,
     /// How text is preferred.
     pub text: TextRule,
     /// The number of last tokens that always stay and are not pooled.
@@ -36,7 +39,7 @@ impl Policy {
         count: usize,
     ) -> Result<Option<ScoreRequest<'a>>> {
         let KeepRule::Best { recent, text } = self.keep else { return Ok(None) };
-        let request = ScoreRequest { rows, spans, scores: self.scores, text, recent: recent.of(count)? };
+        let request = ScoreRequest { rows, spans, scores: self.scores, group: 1, text, recent: recent.of(count)? };
         let (protected, tokens) = (request.protected(), spans.tokens());
         if protected > count {
             let (given, allowed) = (protected.to_string(), format!("at most {count}, the tokens to keep"));
@@ -55,14 +58,20 @@ impl ScoreRequest<'_> {
         self.spans.tokens()
     }
 
-    /// Checks that there is one sum for every token of `kv_heads` heads, and that rows and spans cover the same prompt.
+    /// The sums of `kv_heads` heads.
+    pub(crate) const fn sums(&self, kv_heads: usize) -> usize {
+        kv_heads.saturating_mul(self.group).saturating_mul(self.tokens())
+    }
+
+    /// Checks that there is one sum for every token of `kv_heads` heads, or of every query head of a group, and that rows
+    /// and spans cover the same prompt.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Selection`].
     pub fn check(&self, sums: usize, kv_heads: usize) -> Result<()> {
-        let expected = kv_heads.saturating_mul(self.tokens());
-        if kv_heads == 0 || sums != expected {
-            let shape = format!("[{kv_heads}, {}]", self.tokens());
+        let expected = self.sums(kv_heads);
+        if kv_heads == 0 || self.group == 0 || sums != expected {
+            let shape = format!("[{kv_heads} × {}, {}]", self.group, self.tokens());
             return Err(Error::Elements { what: "column sums of a layer", given: sums, expected, shape });
         }
         if self.rows.tokens() != self.tokens() {

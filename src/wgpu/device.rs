@@ -9,3 +9,13 @@ pub(super) use kvpack_device::wgpu::{buffers, capabilities, encoded, guard, laun
 
 pub use super::cache::{Indices, SpanReads, Store, StoreBuffer, max_shard_pages};
 pub(super) use super::cache::{span_bytes, store};
+
+impl crate::backend::TypedTensor for Tensor {
+    fn elements(&self) -> usize {
+        self.elements()
+    }
+
+    fn element_type(&self) -> crate::plan::ElementType {
+        self.element_type()
+    }
+}

@@ -7,7 +7,7 @@ use kvpack::cache::{
 };
 use kvpack::cpu::{Cpu, DenseSegment, exact_attention, nmse};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
-use kvpack::policy::Policy;
+use kvpack::policy::{HeadAggregation, Policy, ScoreRule};
 use kvpack::{AttentionShape, Bits, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -263,7 +263,10 @@ pub fn check_policy<B: Backend + Clone>(
 
 /// All policies with all recipes, or each with one, so that each recipe is met.
 pub fn pairs(all: bool) -> Vec<(&'static str, Policy, Recipe)> {
-    let (policies, recipes) = (policies(0.2), recipes());
+    let (mut policies, recipes) = (policies(0.2), recipes());
+    let h2o = Policy::h2o(0.2).unwrap();
+    let largest = Policy { scores: ScoreRule { aggregation: HeadAggregation::Max, ..h2o.scores }, ..h2o };
+    policies.push(("h2o by the largest of a group", largest));
     let pairs = policies.into_iter().enumerate().flat_map(|(turn, (name, policy))| {
         let taken = recipes.iter().enumerate().filter(move |(at, _)| all || *at == turn % 4);
         taken.map(move |(_, recipe)| (name, policy.clone(), recipe.clone())).collect::<Vec<_>>()

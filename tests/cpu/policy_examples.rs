@@ -167,7 +167,7 @@ fn tables_of_scores_fit_their_prompt() {
     let rows = QueryPositions::last(2, 4).unwrap();
     let check = |spans: &Spans, recent: usize, sums: usize, kv_heads: usize| {
         let text = TextRule::Equal;
-        ScoreRequest { spans, rows: &rows, scores: policy.scores, recent, text }.check(sums, kv_heads)
+        ScoreRequest { spans, rows: &rows, scores: policy.scores, group: 1, recent, text }.check(sums, kv_heads)
     };
     assert_eq!(check(&four, 1, 8, 2), Ok(()));
     for (sums, kv_heads) in [(0, 0), (7, 2), (9, 2)] {

@@ -6,7 +6,7 @@ use std::cell::Cell;
 
 use kvpack::cache::{ModelCache, StoreRoom, TokenRun};
 use kvpack::cpu::Cpu;
-use kvpack::plan::QueryRun;
+use kvpack::plan::{LayerAttention, QueryRun};
 use kvpack::{AttentionShape, Result};
 use pollster::block_on;
 use proptest::prelude::*;
@@ -45,12 +45,18 @@ fn decoded() -> Vec<TokenRun> {
     (0..SEQUENCES).map(TokenRun::decode).collect()
 }
 
-/// A cache with room, whose layers keep tokens of a prompt.
-fn kept(text: &str, count: impl Fn(usize) -> usize) -> ModelCache<Cpu> {
-    let of: Vec<(AttentionShape, _)> = vec![(shape(), recipe(text)); LAYERS];
+/// A cache with room.
+fn begun(text: &str, attention: LayerAttention) -> ModelCache<Cpu> {
+    let of: Vec<(AttentionShape, _)> = vec![(shape(), recipe(text).with_attention(attention)); LAYERS];
     let mut cache = ModelCache::new(&Cpu::new(), &of, SEQUENCES).unwrap();
     let stores = cache.recipe(0).unwrap().stores().len();
     block_on(cache.reserve(&vec![StoreRoom { pages: 60, spans: 20 }; stores])).unwrap();
+    cache
+}
+
+/// A cache with room, whose layers keep tokens of a prompt.
+fn kept(text: &str, count: impl Fn(usize) -> usize) -> ModelCache<Cpu> {
+    let mut cache = begun(text, LayerAttention::default());
     let prompt = dense(&Prompt::new(shape(), LAYERS, TOKENS, 3), &Cpu::new());
     block_on(cache.keep(0, prompt, &selection(count))).unwrap();
     cache
@@ -96,6 +102,7 @@ fn steps_within_pages_take_no_memory_for_a_part() {
 #[derive(Clone, Debug)]
 enum Event {
     Decode(usize),
+    DecodeOn(usize),
     Abandon,
     Chunk(usize, usize),
     Prompt(usize, usize),
@@ -109,7 +116,8 @@ enum Event {
 fn events() -> impl Strategy<Value = Vec<Event>> {
     let sequence = || 0..SEQUENCES;
     let event = prop_oneof![
-        12 => (1usize..=SEQUENCES).prop_map(Event::Decode),
+        9 => (1usize..=SEQUENCES).prop_map(Event::Decode),
+        3 => (1usize..90).prop_map(Event::DecodeOn),
         1 => Just(Event::Abandon),
         1 => (sequence(), 1usize..150).prop_map(|(of, tokens)| Event::Chunk(of, tokens)),
         1 => (sequence(), 1usize..150).prop_map(|(of, tokens)| Event::Prompt(of, tokens)),
@@ -127,6 +135,7 @@ fn happen(cache: &mut ModelCache<Cpu>, event: &Event) -> bool {
     let of = |cache: &ModelCache<Cpu>, sequence: usize| cache.length(sequence).unwrap();
     match *event {
         Event::Decode(sequences) => step(cache, &decoded()[..sequences]).is_ok(),
+        Event::DecodeOn(steps) => (0..steps).all(|_| step(cache, &decoded()).is_ok()),
         Event::Abandon => {
             let opened = cache.begin_append(&decoded()).is_ok();
             cache.abandon();
@@ -162,11 +171,20 @@ proptest! {
     fn steps_that_go_on_are_those_of_the_page_tables(
         events in events(),
         text in prop::sample::select(
-            vec!["f16", "saw-int4", "kivi:4", "kivi:4+window=0", "calibquant:2", "f16+centre"]),
+            vec![
+                "f16", "saw-int4", "kivi:4", "kivi:4+window=0", "kivi:4+window=200", "kivi:2+sink=128", "saw-int4+sink=256",
+                "calibquant:2", "f16+centre",
+            ]),
+        left in prop::option::of(1usize..150),
         apart in any::<bool>(),
     ) {
         let count = |layer: usize| if apart { 30 + 7 * layer } else { 90 };
-        let (mut cache, mut twin) = (kept(text, count), kept(text, count));
+        let new = || match left {
+            // What was gathered is not seen through a window: the sequences begin with their events.
+            Some(left) => begun(text, LayerAttention::default().with_window(left)),
+            None => kept(text, count),
+        };
+        let (mut cache, mut twin) = (new(), new());
         for event in &events {
             prop_assert_eq!(happen(&mut cache, event), happen(&mut twin, event), "{:?}", event);
             forget_last(&mut twin);

@@ -3,9 +3,9 @@
 use kvpack::Error;
 use kvpack::SegmentFormat;
 use kvpack::backend::TensorRows;
-use kvpack::cache::{ModelCache, PartQueries, Recipe, TokenRun};
+use kvpack::cache::{ModelCache, PartQueries, PromptSpan, Recipe, StoreId, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::RowLayout;
+use kvpack::plan::{ElementType, LayerAttention, RowLayout, TokenRange};
 use kvpack::policy::{Policy, Spans};
 use pollster::block_on;
 
@@ -124,4 +124,70 @@ fn parts_flag_what_is_not_finite() {
     assert_eq!(flagged.iter().map(|of| of.token).collect::<Vec<_>>(), [7, 7]);
     let rows = cache.dequantize(0, 0).unwrap().remove(0).keys.to_f32();
     assert_eq!((rows[7 * 64], rows[9 * 64 + 1]), (0.0, 0.0));
+}
+
+/// Opens a step of one layer, stores rows of it, attends and commits: the output.
+fn attended(cache: &mut ModelCache<Cpu>, run: TokenRun, seed: usize) -> Vec<f32> {
+    let (tokens, runs) = (run.tokens(), [run]);
+    block_on(cache.reserve_for_append(&runs)).unwrap();
+    cache.begin_append(&runs).unwrap();
+    let rows = |heads: usize, step: f32| {
+        CpuTensor::F32(
+            (0..tokens * heads * 64).map(|i| half::f16::from_f32(((i + seed) as f32 * step).sin()).into()).collect(),
+        )
+    };
+    let (keys, values, queries) = (rows(2, 0.31), rows(2, 0.17), rows(4, 0.7));
+    block_on(cache.store(0, RowLayout::token_major(tokens, &shape()), &keys, &values)).unwrap();
+    let output = block_on(cache.attend(0, &queries, ElementType::F32)).unwrap().to_f32();
+    cache.commit().unwrap();
+    output
+}
+
+/// In a layer with a sliding window the parts of a prompt are seen within the window, all of their pages stay until it is
+/// said what is stored of them, and then those behind the window go: bit for bit what chunks in f16 give before, and a
+/// prompt that is brought whole after that.
+#[test]
+fn windows_see_parts_until_they_are_packed() {
+    let sliding = |recipe: Recipe| recipe.with_attention(LayerAttention::default().with_window(40));
+    let new = |recipe: Recipe| ModelCache::new(&Cpu::new(), &[(shape(), sliding(recipe))], 1).unwrap();
+    let recipe = || Recipe::pack_all(SegmentFormat::saw_int4());
+    let (mut cache, mut f16) = (new(recipe()), new(Recipe::f16()));
+    let parts = [130, 128, 60, 100, 82];
+    for (part, &tokens) in parts.iter().enumerate() {
+        let output = attended(&mut cache, TokenRun::unpacked(0, tokens), part);
+        assert_eq!(output, attended(&mut f16, TokenRun::chunk(0, tokens), part), "part {part}");
+    }
+    let all: usize = parts.iter().sum();
+    assert_eq!((cache.tokens(0, 0).unwrap(), cache.length(0).unwrap()), (all, all), "all parts are there");
+    assert!(f16.tokens(0, 0).unwrap() < all, "pages behind the window go");
+    let refused = block_on(cache.observe_parts(0, Policy::h2o(0.5).unwrap(), Spans::new(all, &[]).unwrap())).map(drop);
+    let told = refused.unwrap_err().to_string();
+    assert!(told.contains("prompt in parts") && told.contains("sliding window of 40"), "{told}");
+
+    let run = |start, end| PromptSpan::run(TokenRange::new(start, end).unwrap(), StoreId(1));
+    let spans = [run(0, 384), run(384, all)];
+    let mut whole = new(recipe());
+    for cache in [&mut cache, &mut whole] {
+        block_on(cache.reserve_for_prefill(&spans)).unwrap();
+    }
+    whole.begin_prefill(0, all, &spans).unwrap();
+    let rows = |step: f32| {
+        let part = |(part, &tokens): (usize, &usize)| {
+            (0..tokens * 128).map(move |i| half::f16::from_f32(((i + part) as f32 * step).sin()).to_f32())
+        };
+        CpuTensor::F32(parts.iter().enumerate().flat_map(part).collect())
+    };
+    let layout = RowLayout::token_major(all, &shape());
+    block_on(whole.store_prompt(0, layout, &rows(0.31), &rows(0.17), &spans)).unwrap();
+    whole.commit().unwrap();
+    cache.pack_parts(0, &spans).unwrap();
+    for step in 0..300 {
+        let [of_parts, of_whole] =
+            [&mut cache, &mut whole].map(|cache| attended(cache, TokenRun::decode(0), 1000 + step));
+        assert_eq!(of_parts, of_whole, "step {step}");
+        assert_eq!(cache.tokens(0, 0), whole.tokens(0, 0), "step {step}: pages behind the window");
+    }
+    assert_eq!(cache.memory().in_use_bytes(), whole.memory().in_use_bytes());
+    cache.clear(0).unwrap();
+    assert_eq!(cache.memory().in_use_bytes(), 0);
 }

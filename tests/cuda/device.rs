@@ -306,7 +306,7 @@ fn token_scores_need_a_word_for_every_head() {
     let backend = device();
     let (rows, spans) = (policy::QueryPositions::last(1, 8).unwrap(), Spans::new(8, &[]).unwrap());
     let scores = ScoreRule { aggregation: HeadAggregation::Sum, weighing: Weighing::Sum, pooling: None };
-    let request = ScoreRequest { rows: &rows, spans: &spans, scores, text: TextRule::Equal, recent: 0 };
+    let request = ScoreRequest { rows: &rows, spans: &spans, scores, group: 1, text: TextRule::Equal, recent: 0 };
     let plan = TokenScoresPlan::new(2, &request).unwrap();
     let tensor = || Tensor::zeroed(backend.stream(), 16, ElementType::F32).unwrap();
     let words = Words::zeroed(backend.stream(), "words", 1).unwrap();

@@ -144,6 +144,8 @@ struct Measured {
     parts: usize,
     /// Begin, write, encode, finish and commit, and all of it: the least of all steps.
     host: [Duration; 6],
+    /// All of it, the median of all steps.
+    median: Duration,
     /// Bytes of tables and scratch.
     bytes: isize,
     /// Buffers that a step makes in `write`, and submissions.
@@ -165,7 +167,9 @@ fn measure(cache: &mut ModelCache<Wgpu>, of: &LayerTensors) -> Measured {
     };
     nothing_is_left();
     let before = made(device);
-    let mut of_step = Measured { parts: 0, host: [Duration::MAX; 6], bytes: 0, staging: 0, submissions: 0 };
+    let mut of_step =
+        Measured { parts: 0, host: [Duration::MAX; 6], median: Duration::ZERO, bytes: 0, staging: 0, submissions: 0 };
+    let mut all = Vec::new();
     for _ in 0..asked("STEPS", 40) {
         nothing_is_left();
         let (newest, held) = (newest_submission(&backend), made(device));
@@ -197,10 +201,13 @@ fn measure(cache: &mut ModelCache<Wgpu>, of: &LayerTensors) -> Measured {
         drop(commands); // what is encoded is not run
         of_step.submissions = newest_submission(&backend) - newest - 1;
         let took = [write - begin, encode - write, finish - encode, commit - finish, end - commit, end - begin];
+        all.push(end - begin);
         of_step.host.iter_mut().zip(took).for_each(|(least, took)| *least = (*least).min(took));
     }
     nothing_is_left();
     of_step.bytes = made(device)[4] - before[4];
+    all.sort_unstable();
+    of_step.median = all[all.len() / 2];
     of_step
 }
 
@@ -251,8 +258,12 @@ fn parts_share_memory_and_an_upload() {
             let [begin, write, encode, finish, commit, all] = of.host.map(|took| took.as_secs_f64() * 1e6);
             println!(
                 "{name}, {tokens} tokens, {when}: {} parts, begin {begin:.0} µs, write {write:.0}, encode {encode:.0}, \
-                 finish {finish:.0}, commit {commit:.0}, all {all:.0}; {} bytes, {} staging buffers, {} submissions",
-                of.parts, of.bytes, of.staging, of.submissions
+                 finish {finish:.0}, commit {commit:.0}, all {all:.0}, median {:.0}; {} bytes, {} staging buffers, {} submissions",
+                of.parts,
+                of.median.as_secs_f64() * 1e6,
+                of.bytes,
+                of.staging,
+                of.submissions
             );
         }
         assert_eq!((before.parts, after.parts), (1, MEASURED_LAYERS), "{name}");

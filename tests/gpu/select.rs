@@ -330,7 +330,7 @@ fn sums_of_a_view_are_scored() {
     let sums: Vec<f32> = (0..2 * 40).map(|i| (i * 7 % 23) as f32).collect();
     let (rows, spans) = (QueryPositions::last(40, 40).unwrap(), Spans::new(40, &[]).unwrap());
     let scores = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::MeanOfVisible, pooling: None };
-    let request = ScoreRequest { rows: &rows, spans: &spans, scores, text: TextRule::Equal, recent: 0 };
+    let request = ScoreRequest { rows: &rows, spans: &spans, scores, group: 1, text: TextRule::Equal, recent: 0 };
     let on_device = view(&backend, &sums, ElementType::F32);
     let got = backend.token_scores(&on_device, 2, &request).unwrap();
     let (want, _) = cpu::token_scores(&sums, 2, &request).unwrap();

@@ -1,72 +1,30 @@
 // The product of many rows of f16 activations with packed weights, by the products of warpgroups: y = x · Wᵀ.
 //
-// A block multiplies tiles of ROW_TILE rows by OUTPUT_TILE outputs. One warpgroup copies activations and dequantises
-// weights into rings in shared memory, steps of 128 inputs at a time, each weight rounded once to f16. The two others
-// multiply and keep the sums in registers: with 128 rows each has 64 of them, with 64 rows each has half of the
-// outputs.
+// A block multiplies tiles of 128 outputs by ROW_TILE rows. Its last warpgroup copies activations, codes and scales
+// into a ring in shared memory, steps of 128 inputs at a time. The two others dequantise codes in registers, each
+// weight rounded once to f16, and multiply: weights are the rows of products, and activations their columns. So a
+// weight is dequantised once a tile, and none is written to shared memory.
 //
-// Blocks of a cluster share activations, or the steps:
-// - SHARE 2: two blocks have the same rows and neighbouring outputs. Each copies half of the activations to both.
-// - SPLIT n: n blocks have the same tile and a part of the steps each. They exchange sums through shared memory, and
-//   each adds and writes a part of the outputs.
+// A product of 16 inputs wants inputs 2t, 2t + 1, 2t + 8 and 2t + 9 in lane t of four. A chunk has octets of
+// neighbouring inputs, so lane t takes pair t of the octets of all four lanes.
+//
+// SPLIT blocks have the same tile and a share of the steps each, and add their sums: see tile_sums.cuh.
 //
 // f32 activations come as PARTS = 2 numbers in f16, and the sums of both parts are the product. With UNITS 1 rows are
 // divided by a power of two each, with which the outputs are multiplied.
 //
-// Macros beside those of codes.cuh: ROW_TILE (64 or 128), OUTPUT_TILE (128 or 256), SHARE, SPLIT, PARTS, UNITS, OUTPUT
-// (0 f32, 1 f16, 2 bf16), WIDE (1 if rows of outputs begin at multiples of 16 bytes).
+// Macros beside those of codes.cuh: ROW_TILE (64, 128 or 256), SLOTS, SPLIT, PARTS, UNITS, OUTPUT (0 f32, 1 f16,
+// 2 bf16), WIDE (1 if rows of outputs begin at multiples of 16 bytes).
 //
 // Sums are f32 and run in a fixed order.
 
-#include "codes.cuh"
-#include "warpgroup.cuh"
+#include "tile.cuh"
+#include "tile_sums.cuh"
 
-struct TilesCall {
-    // The activations as the copy engine reads them.
-    alignas(64) u64 map[16];
-    u64 codes;
-    u64 scales;
-    u64 units;
-    u64 outputs;
-    u32 rows;
-};
+__device__ __forceinline__ u32 full(u32 base, u32 slot) { return base + BARRIERS_AT + 8 * slot; }
+__device__ __forceinline__ u32 empty(u32 base, u32 slot) { return base + BARRIERS_AT + 8 * (SLOTS + slot); }
 
-constexpr u32 STEPS = (CHUNKS + 3) / 4;
-constexpr u32 ALL_STEPS = STEPS * PARTS;
-constexpr u32 OUTPUT_TILES = (OUTPUTS + OUTPUT_TILE - 1) / OUTPUT_TILE;
-// Tiles of outputs that a cluster has at once.
-constexpr u32 CLUSTER_COLUMNS = (OUTPUT_TILES + SHARE - 1) / SHARE;
-// Row tiles whose blocks run at the same time, so that both operands stay in the L2 cache.
-constexpr u32 BAND = 8;
-
-// Blocks of 64 inputs, two a step.
-constexpr u32 X_BLOCK = ROW_TILE * 128;
-constexpr u32 W_BLOCK = OUTPUT_TILE * 128;
-constexpr u32 X_SLOTS = 3;
-constexpr u32 W_SLOTS = 2;
-constexpr u32 X_AT = W_SLOTS * 2 * W_BLOCK;
-constexpr u32 BARRIERS_AT = X_AT + X_SLOTS * 2 * X_BLOCK;
-
-constexpr u32 PRODUCERS = 128;
-constexpr u32 CONSUMERS = 256;
-constexpr u32 CONSUMER_WARPS = CONSUMERS / 32;
-
-// Eights of outputs of a warpgroup; those that lanes exchange before they store.
-constexpr u32 EIGHTS = ROW_TILE == 128 ? OUTPUT_TILE / 8 : OUTPUT_TILE / 16;
-constexpr u32 FOURS = EIGHTS / 4;
-
-// Chunks of a step that a producer dequantises.
-constexpr u32 OWN = OUTPUT_TILE / 32;
-
-__device__ __forceinline__ u32 x_full(u32 base, u32 slot) { return base + BARRIERS_AT + 8 * slot; }
-__device__ __forceinline__ u32 x_empty(u32 base, u32 slot) { return base + BARRIERS_AT + 8 * (X_SLOTS + slot); }
-__device__ __forceinline__ u32 w_full(u32 base, u32 slot) { return base + BARRIERS_AT + 8 * (2 * X_SLOTS + slot); }
-__device__ __forceinline__ u32 w_empty(u32 base, u32 slot) {
-    return base + BARRIERS_AT + 8 * (2 * X_SLOTS + W_SLOTS + slot);
-}
-
-// A place in a ring, and the parity of the round.
-template <u32 SLOTS>
+// A place in the ring, and the parity of the round.
 struct Place {
     u32 slot = 0, parity = 0;
 
@@ -75,318 +33,260 @@ struct Place {
     }
 };
 
-// The steps of all tiles of a block, one after the other.
+// The tiles of a block, one after the other.
 struct Walk {
-    u32 tile, step, tiles, first_step, last_step;
+    u32 tile, tiles, first_step, last_step;
+    // First row and first output of the tile, and strips that exist.
+    u32 row, output, strips;
 
     __device__ __forceinline__ explicit Walk(u32 rows) {
-        const u32 rank = SPLIT > 1 ? cluster_rank() : 0;
-        tile = blockIdx.x / (SHARE * SPLIT);
-        tiles = (rows + ROW_TILE - 1) / ROW_TILE * CLUSTER_COLUMNS;
+        const u32 rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0;
+        tile = blockIdx.x / SPLIT;
+        tiles = (rows + ROW_TILE - 1) / ROW_TILE * COLUMNS;
         first_step = rank * ALL_STEPS / SPLIT;
         last_step = (rank + 1) * ALL_STEPS / SPLIT;
-        step = first_step;
+        find();
     }
 
     __device__ __forceinline__ bool exists() const { return tile < tiles; }
 
     __device__ __forceinline__ void advance() {
-        if (++step == last_step) step = first_step, tile += gridDim.x / (SHARE * SPLIT);
+        tile += gridDim.x / SPLIT;
+        if (exists()) find();
     }
 
-    // First row and first output of the tile.
-    __device__ __forceinline__ uint2 first() const {
-        constexpr u32 OF_BAND = BAND * CLUSTER_COLUMNS;
-        const u32 band = tile / OF_BAND, at = tile % OF_BAND;
-        const u32 rows = min(tiles / CLUSTER_COLUMNS - band * BAND, BAND);
-        const u32 column = at / rows * SHARE + (SHARE > 1 ? cluster_rank() : 0);
-        return {(band * BAND + at % rows) * ROW_TILE, column * OUTPUT_TILE};
+    // Blocks that run at the same time read the same activations.
+    __device__ __forceinline__ void find() {
+        row = tile / COLUMNS * ROW_TILE, output = tile % COLUMNS * OUTPUT_TILE;
+        strips = min((OUTPUTS - output + 15) / 16, TILE_STRIPS);
     }
 };
 
-struct HeldChunk {
-    Chunk codes;
-    float2 single;
-    u32 half;
+__device__ __forceinline__ void copy_inputs(const TilesCall& call, u32 to, u32 barrier, u32 step, u32 row) {
+#pragma unroll
+    for (u32 block = 0; block < 2; block++) {
+        copy_box(to + block * X_BLOCK, call.map, 128 * step + 64 * block, row, barrier);
+    }
+}
+
+// Copies the codes and scales of a step by the copy engine: lane i has strip i of the tile.
+__device__ __forceinline__ void copy_strips(const TilesCall& call, const Walk& walk, u32 step, u32 slot, u32 barrier) {
+    const u32 lane = threadIdx.x % 32;
+    if (lane >= walk.strips) return;
+    const u64 place = static_cast<u64>(walk.output / 16 + lane) * STEPS + step % STEPS;
+    copy_bytes(slot + CODES_AT + lane * STRIP_CODES, call.codes + place * STRIP_CODES, STRIP_CODES, barrier);
+    copy_bytes(slot + SCALES_AT + lane * STRIP_SCALES, call.scales + place * STRIP_SCALES, STRIP_SCALES, barrier);
+}
+
+// Copies those of layers that do not lie in strips: thread i has chunk i % 4 of every 32nd output.
+__device__ __forceinline__ void copy_chunks(const TilesCall& call, const Walk& walk, u32 step, u32 slot, u32 barrier) {
+    const u32 thread = threadIdx.x % PRODUCERS, chunk = min(4 * (step % STEPS) + thread % 4, CHUNKS - 1u);
+#pragma unroll 2
+    for (u32 n = thread / 4; n < OUTPUT_TILE; n += PRODUCERS / 4) {
+        const size_t output = min(walk.output + n, OUTPUTS - 1u);
+        const u32 place = 4 * n + thread % 4;
+        copy_async<CHUNK_BYTES>(slot + CODES_AT + place * CHUNK_BYTES,
+                                call.codes + (output * CHUNKS + chunk) * CHUNK_BYTES);
+        copy_async<SCALE_BYTES>(slot + SCALES_AT + place * SCALE_BYTES,
+                                call.scales + (output * GROUPS + chunk / GROUP_CHUNKS) * SCALE_BYTES);
+    }
+    arrive_after_copies(barrier);
+}
+
+__device__ __forceinline__ void produce(const TilesCall& call, u32 base) {
+    const u32 thread = threadIdx.x - CONSUMERS;
+    // One warp is enough for the copy engine.
+    if (IN_STRIPS && thread >= 32) return;
+    Place at;
+    bool has_waited = false;
+#pragma unroll 1
+    for (Walk walk(call.rows); walk.exists(); walk.advance()) {
+#pragma unroll 1
+        for (u32 step = walk.first_step; step < walk.last_step; step++, at.advance()) {
+            const u32 slot = base + at.slot * SLOT, barrier = full(base, at.slot);
+            if (!IN_STRIPS || thread == 0) barrier_wait(empty(base, at.slot), at.parity ^ 1);
+            if (thread == 0) {
+                const u32 strips = IN_STRIPS ? walk.strips : 0;
+                barrier_expect(barrier, 2 * X_BLOCK + strips * (STRIP_CODES + STRIP_SCALES));
+            }
+            __syncwarp();
+            if constexpr (IN_STRIPS) copy_strips(call, walk, step, slot, barrier);
+            else copy_chunks(call, walk, step, slot, barrier);
+            if (thread != 0) continue;
+            // Weights do not depend on the previous kernel, but activations do.
+            if (!has_waited) asm volatile("griddepcontrol.wait;" ::: "memory");
+            has_waited = true;
+            copy_inputs(call, slot, barrier, step, walk.row);
+        }
+    }
+    // No thread ends before its copies.
+    if (!IN_STRIPS) asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// What a lane has of a strip in a step: chunk t of the outputs r and r + 8, and their scales.
+struct Held {
+    Chunk codes[2];
+    float2 scales[2];
 };
 
-__device__ __forceinline__ HeldChunk load_held(const TilesCall& call, size_t output, u32 chunk) {
-    HeldChunk held;
-    chunk = min(chunk, CHUNKS - 1u);
-    held.codes = load_chunk(call.codes, chunk_at(output, chunk));
-    const size_t group = scale_at(output, chunk / GROUP_CHUNKS);
-    if constexpr (SINGLE_SCALES) {
-        held.single = __ldg(reinterpret_cast<const float2*>(call.scales) + group);
-    } else {
-        held.half = __ldg(reinterpret_cast<const u32*>(call.scales) + group);
+__device__ __forceinline__ float2 shared_scale(u32 at) {
+    if constexpr (SINGLE_SCALES) return {__uint_as_float(load_word(at)), __uint_as_float(load_word(at + 4))};
+    return floats_of(load_word(at));
+}
+
+__device__ __forceinline__ Held load_held(u32 slot, u32 strip, u32 lane) {
+    Held held;
+#pragma unroll
+    for (u32 which = 0; which < 2; which++) {
+        const u32 place = 64 * strip + 32 * which + lane;
+        const u32 from = slot + CODES_AT + place * CHUNK_BYTES;
+        if constexpr (BITS % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < BITS / 4; i++) {
+                const float4 x = load_shared(from + 16 * i);
+                held.codes[which].words[4 * i] = __float_as_uint(x.x);
+                held.codes[which].words[4 * i + 1] = __float_as_uint(x.y);
+                held.codes[which].words[4 * i + 2] = __float_as_uint(x.z);
+                held.codes[which].words[4 * i + 3] = __float_as_uint(x.w);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < BITS; i++) held.codes[which].words[i] = load_word(from + 4 * i);
+        }
+        const u32 scale = IN_STRIPS ? 16 * strip + 8 * which + lane / 4 : place;
+        held.scales[which] = shared_scale(slot + SCALES_AT + scale * SCALE_BYTES);
     }
     return held;
 }
 
-// Copies the activations of a step, once the slot is empty.
-__device__ __forceinline__ void copy_inputs(const TilesCall& call, u32 base, const Walk& walk,
-                                            const Place<X_SLOTS>& at) {
-    barrier_wait(x_empty(base, at.slot), at.parity ^ 1);
-    const u32 full = x_full(base, at.slot), to = base + X_AT + at.slot * (2 * X_BLOCK), row = walk.first().x;
-    barrier_expect(full, 2 * X_BLOCK);
-#pragma unroll
-    for (u32 block = 0; block < 2; block++) {
-        const u32 input = 128 * walk.step + 64 * block;
-        if constexpr (SHARE > 1) {
-            const u32 part = cluster_rank() * (ROW_TILE / SHARE);
-            copy_box_to(to + block * X_BLOCK + part * 128, call.map, input, row + part, full, (1 << SHARE) - 1);
-        } else {
-            copy_box(to + block * X_BLOCK, call.map, input, row, full);
-        }
-    }
+// `transposed` for words of four pairs of 4-bit codes: nibbles change places, then bytes.
+__device__ __forceinline__ u32 transposed_pairs(u32 word, u32 lane) {
+    constexpr u32 ALL = 0xffffffffu;
+    const bool odd = lane % 2, high = lane / 2 % 2;
+    const u32 mask = odd ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+    const u32 a = __shfl_xor_sync(ALL, word, 1);
+    const u32 turned = __funnelshift_l(a, a, odd ? 28 : 4);
+    const u32 both = (word & mask) | (turned & ~mask);
+    const u32 b = __shfl_xor_sync(ALL, both, 2);
+    return __byte_perm(both, b, high ? 0x3715 : 0x6240);
 }
 
-// Dequantises a chunk into a slot. `n` is its output in the tile.
-__device__ __forceinline__ void put_chunk(u32 slot, const HeldChunk& held, u32 n, u32 t, bool exists) {
-    const float2 scale = SINGLE_SCALES ? held.single : floats_of(held.half);
-#pragma unroll
-    for (int octet = 0; octet < 4; octet++) {
-        uint4 weights = rounded_octet(held.codes, octet, scale);
-        if (CHUNKS % 4 != 0 && !exists) weights = {};
-        const u32 at = octet_at(t, octet);
-        store_shared(slot + at / 8 * W_BLOCK + n * 128 + ((at % 8 ^ n % 8) << 4), weights);
+// Of the octets `octet` of the chunks of four lanes: pair t of each, for lane t, each weight rounded to f16.
+__device__ __forceinline__ uint4 weights_of_lanes(const Chunk& codes, int octet, float2 scale, bool exists, u32 lane) {
+    if constexpr (BITS == 4 && EVERY_FOURTH) {
+        Chunk of_lanes;
+        of_lanes.words[octet] = transposed_pairs(codes.words[octet], lane);
+        return rounded_octet(of_lanes, octet, scale);
     }
-}
-
-__device__ __forceinline__ void produce(const TilesCall& call, u32 base) {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
-    // Eight neighbouring lanes have two outputs four apart, so that they write to different banks.
-    const u32 n = 8 * warp + (lane / 8 | lane / 4 % 2 * 4);
-    Walk walk(call.rows), ahead = walk, inputs = walk;
-    HeldChunk held[OWN];
-    auto load = [&](u32 own) {
-        const u32 output = min(ahead.first().y + n + 32 * own, OUTPUTS - 1u);
-        return load_held(call, output, 4 * (ahead.step % STEPS) + t);
-    };
-#pragma unroll
-    for (u32 own = 0; own < OWN; own++) held[own] = load(own);
-    ahead.advance();
-    Place<X_SLOTS> x;
-    Place<W_SLOTS> w;
-    if (threadIdx.x == 0) {
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        copy_inputs(call, base, inputs, x);
-        inputs.advance(), x.advance();
-    }
-    __syncwarp();
-#pragma unroll 1
-    for (; walk.exists(); walk.advance(), w.advance()) {
-        if (threadIdx.x == 0 && inputs.exists()) {
-            copy_inputs(call, base, inputs, x);
-            inputs.advance(), x.advance();
-        }
-        __syncwarp();
-        barrier_wait(w_empty(base, w.slot), w.parity ^ 1);
-        // Reads the last step again when there is no next one.
-        if (!ahead.exists()) ahead = walk;
-        const u32 slot = base + w.slot * (2 * W_BLOCK);
-        const bool exists = 4 * (walk.step % STEPS) + t < CHUNKS;
-#pragma unroll
-        for (u32 own = 0; own < OWN; own++) {
-            put_chunk(slot, held[own], n + 32 * own, t, exists);
-            held[own] = load(own);
-        }
-        ahead.advance();
-        operands_visible();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(w_full(base, w.slot));
-    }
+    uint4 weights = rounded_octet(codes, octet, scale);
+    if (CHUNKS % 4 != 0 && !exists) weights = {};
+    return transposed(weights, lane);
 }
 
 // A slot has been read by this warp.
-__device__ __forceinline__ void release(u32 base, u32 x_slot, u32 w_slot) {
-    if (threadIdx.x % 32 != 0) return;
-    barrier_arrive(w_empty(base, w_slot));
-    if constexpr (SHARE > 1) {
-#pragma unroll
-        for (u32 block = 0; block < SHARE; block++) barrier_arrive_at(x_empty(base, x_slot), block);
-    } else {
-        barrier_arrive(x_empty(base, x_slot));
-    }
+__device__ __forceinline__ void release(u32 base, u32 slot) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty(base, slot));
 }
 
-// The block of the cluster that adds and writes four eights of outputs, and the first that it has.
-__device__ __forceinline__ constexpr u32 owner_of(u32 four) { return four * SPLIT / FOURS; }
-__device__ __forceinline__ constexpr u32 first_of(u32 owner) { return (owner * FOURS + SPLIT - 1) / SPLIT; }
-constexpr u32 MOST_OWNED = (FOURS + SPLIT - 1) / SPLIT * 4;
+// The weights of a warpgroup that are multiplied together: of each 16 inputs.
+struct Weights {
+    u32 of[2 * TOGETHER][4];
 
-// Sends sums to their owners, and adds those of others.
-__device__ __forceinline__ void exchange(float (&sums)[EIGHTS][4], u32 base, u32 thread) {
-    const u32 rank = cluster_rank();
-    auto place = [&](u32 eight, u32 owner, u32 from) {
-        const u32 sender = from < owner ? from : from - 1;
-        return base + ((sender * MOST_OWNED + eight - 4 * first_of(owner)) * CONSUMERS + thread) * 16;
-    };
+    // From the octets `part`, or 2 · `part` and the next one.
+    __device__ __forceinline__ void make(const Held& held, int part, bool exists, u32 lane) {
 #pragma unroll
-    for (u32 i = 0; i < EIGHTS; i++) {
-        const u32 owner = owner_of(i / 4);
-        if (owner != rank) store_shared_at(place(i, owner, rank), owner, sums[i]);
-    }
-    cluster_sync();
+        for (u32 which = 0; which < 2; which++) {
 #pragma unroll
-    for (u32 i = 0; i < EIGHTS; i++) {
-        if (owner_of(i / 4) != rank) continue;
+            for (u32 i = 0; i < TOGETHER; i++) {
+                const uint4 x =
+                    weights_of_lanes(held.codes[which], TOGETHER * part + i, held.scales[which], exists, lane);
+                const u32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (u32 k = 1; k < SPLIT; k++) {
-            // The others in the order of their ranks.
-            const float4 other = load_shared(place(i, rank, k - 1 < rank ? k - 1 : k));
-            sums[i][0] += other.x, sums[i][1] += other.y, sums[i][2] += other.z, sums[i][3] += other.w;
-        }
-    }
-}
-
-// The word of each of four lanes to the lane whose number it has: a transposition.
-__device__ __forceinline__ uint4 transposed(uint4 x, u32 lane) {
-    constexpr u32 ALL = 0xffffffffu;
-    const bool odd = lane % 2, high = lane / 2 % 2;
-    const u32 a = __shfl_xor_sync(ALL, odd ? x.x : x.y, 1), b = __shfl_xor_sync(ALL, odd ? x.z : x.w, 1);
-    if (odd) x.x = a, x.z = b;
-    else x.y = a, x.w = b;
-    const u32 c = __shfl_xor_sync(ALL, high ? x.x : x.z, 2), d = __shfl_xor_sync(ALL, high ? x.y : x.w, 2);
-    if (high) x.x = c, x.y = d;
-    else x.z = c, x.w = d;
-    return x;
-}
-
-__device__ __forceinline__ u32 output_pair(float x, float y) {
-    if constexpr (OUTPUT == 1) return halves_of(x, y);
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-    return pair;
-}
-
-// Stores two neighbouring outputs of a row.
-__device__ __forceinline__ void store_pair(u64 outputs, size_t row, u32 output, float x, float y) {
-    const size_t at = row * OUTPUTS + output;
-    if constexpr (OUTPUT == 0) {
-        float* const to = reinterpret_cast<float*>(outputs) + at;
-        if (WIDE) {
-            if (output < OUTPUTS) *reinterpret_cast<float2*>(to) = {x, y};
-        } else {
-            if (output < OUTPUTS) to[0] = x;
-            if (output + 1 < OUTPUTS) to[1] = y;
-        }
-    } else {
-        unsigned short* const to = reinterpret_cast<unsigned short*>(outputs) + at;
-        const u32 pair = output_pair(x, y);
-        if (output < OUTPUTS) to[0] = static_cast<unsigned short>(pair);
-        if (output + 1 < OUTPUTS) to[1] = static_cast<unsigned short>(pair >> 16);
-    }
-}
-
-// Writes the sums of a warpgroup: of the rows `row` and `row + 8`, from output `first` on.
-__device__ __forceinline__ void store_sums(const TilesCall& call, const float (&sums)[EIGHTS][4], u32 row, u32 first,
-                                           u32 lane, u32 rank) {
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        const u32 of = row + 8 * half;
-        const bool exists = of < call.rows;
-        const float unit = UNITS && exists ? __ldg(reinterpret_cast<const float*>(call.units) + of) : 1.0f;
-#pragma unroll
-        for (u32 four = 0; four < FOURS; four++) {
-            if (SPLIT > 1 && owner_of(four) != rank) continue;
-            float x[4], y[4];
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                x[i] = unit * sums[4 * four + i][2 * half], y[i] = unit * sums[4 * four + i][2 * half + 1];
-            }
-            if constexpr (WIDE && OUTPUT != 0) {
-                const uint4 eight = transposed({output_pair(x[0], y[0]), output_pair(x[1], y[1]),
-                                                output_pair(x[2], y[2]), output_pair(x[3], y[3])}, lane);
-                const u32 output = first + 32 * four + 8 * (lane % 4);
-                unsigned short* const row_of =
-                    reinterpret_cast<unsigned short*>(call.outputs) + static_cast<size_t>(of) * OUTPUTS;
-                if (exists && output < OUTPUTS) *reinterpret_cast<uint4*>(row_of + output) = eight;
-            } else {
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) {
-                    if (exists) store_pair(call.outputs, of, first + 32 * four + 8 * i + 2 * (lane % 4), x[i], y[i]);
+                for (u32 p = 0; p < 4; p++) {
+                    if (EVERY_FOURTH) of[p / 2][p % 2 * 2 + which] = pairs[p];
+                    else of[p][2 * i + which] = pairs[p];
                 }
             }
         }
     }
-}
+
+    // The first of the 16 inputs `k`, of the step.
+    static __device__ __forceinline__ constexpr u32 input(u32 part, u32 k) {
+        return EVERY_FOURTH ? 32 * part + 16 * k : 32 * k + 16 * part;
+    }
+};
+
+// Parts of a step, each with its own registers, and how many may be multiplied while the next one is made. With few
+// rows their products are short.
+constexpr u32 STEP_PARTS = 4 / TOGETHER;
+constexpr u32 PENDING = ROW_TILE == 64 ? STEP_PARTS - 1 : 1;
 
 __device__ __forceinline__ void consume(const TilesCall& call, u32 base) {
-    const u32 thread = threadIdx.x - PRODUCERS, group = thread / 128, lane = thread % 32, warp = thread % 128 / 32;
-    const u32 x_part = ROW_TILE == 128 ? group * (64 * 128) : 0;
-    const u32 w_part = ROW_TILE == 128 ? 0 : group * (OUTPUT_TILE / 2 * 128);
-    const u32 rank = SPLIT > 1 ? cluster_rank() : 0;
-    Walk walk(call.rows);
-    Place<X_SLOTS> x;
-    Place<W_SLOTS> w;
+    const u32 thread = threadIdx.x, lane = thread % 32, strip = thread / 32;
+    Place at;
+    Weights weights[STEP_PARTS];
 #pragma unroll 1
-    while (walk.exists()) {
-        const uint2 first = walk.first();
+    for (Walk walk(call.rows); walk.exists(); walk.advance()) {
         float sums[EIGHTS][4];
-        u32 last_x = 0, last_w = 0;
+        u32 last = 0;
 #pragma unroll 1
-        for (u32 step = walk.first_step; step < walk.last_step; step++, x.advance(), w.advance()) {
-            barrier_wait(x_full(base, x.slot), x.parity);
-            barrier_wait(w_full(base, w.slot), w.parity);
-            const u64 a = operand(base + X_AT + x.slot * (2 * X_BLOCK) + x_part);
-            const u64 b = operand(base + w.slot * (2 * W_BLOCK) + w_part);
-            products_begin();
+        for (u32 step = walk.first_step; step < walk.last_step; step++, at.advance()) {
+            const u32 slot = base + at.slot * SLOT;
+            barrier_wait(full(base, at.slot), at.parity);
+            const Held held = load_held(slot, strip, lane);
+            const bool exists = 4 * (step % STEPS) + lane % 4 < CHUNKS;
+            const u64 x = operand(slot);
 #pragma unroll
-            for (u32 k = 0; k < 8; k++) {
-                const u32 inside = k % 4 * 2;
-                multiply(sums, a + (k / 4 * (X_BLOCK / 16) + inside), b + (k / 4 * (W_BLOCK / 16) + inside),
-                         k > 0 || step > walk.first_step);
+            for (u32 part = 0; part < STEP_PARTS; part++) {
+                weights[part].make(held, part, exists, lane);
+                warpgroup_begin();
+#pragma unroll
+                for (u32 k = 0; k < 2 * TOGETHER; k++) {
+                    const u32 input = Weights::input(part, k);
+                    warpgroup_multiply(sums, weights[part].of[k], x + (input / 64 * (X_BLOCK / 16) + input % 64 / 8),
+                                  part + k > 0 || step > walk.first_step);
+                }
+                warpgroup_commit();
+                warpgroup_wait<PENDING>();
+                // The products of the last step have ended.
+                if (part + 1 == PENDING && step > walk.first_step) release(base, last);
             }
-            products_commit();
-            if (step > walk.first_step) {
-                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                release(base, last_x, last_w);
-            }
-            last_x = x.slot, last_w = w.slot;
+            last = at.slot;
         }
-        products_wait<0>(sums);
-        release(base, last_x, last_w);
-        walk.step = walk.last_step - 1;
-        walk.advance();
-        if constexpr (SPLIT > 1) {
-            cluster_sync();
-            exchange(sums, base, thread);
-        }
+        warpgroup_wait<0>(sums);
+        release(base, last);
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        const u32 row = first.x + (ROW_TILE == 128 ? 64 * group : 0) + 16 * warp + lane / 4;
-        store_sums(call, sums, row, first.y + (ROW_TILE == 128 ? 0 : group * (OUTPUT_TILE / 2)), lane, rank);
+        u32 has = 1;
+        if (EXCHANGES) has = exchange(sums, base, thread);
+        else if (SPLIT > 1) has = gather(call, sums, walk.tile, base, thread);
+        store_strip(call, sums, walk.row, walk.output + 16 * strip, has, lane);
+        // Blocks that share steps have one tile each.
+        if (SPLIT > 1) return;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(PRODUCERS + CONSUMERS, 1)
+extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
     linear_tiles(const __grid_constant__ TilesCall call) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_at(shared);
     if (threadIdx.x == 0) {
-        for (u32 slot = 0; slot < X_SLOTS; slot++) {
-            barrier_init(x_full(base, slot), 1);
-            barrier_init(x_empty(base, slot), CONSUMER_WARPS * SHARE);
-        }
-        for (u32 slot = 0; slot < W_SLOTS; slot++) {
-            barrier_init(w_full(base, slot), PRODUCERS / 32);
-            barrier_init(w_empty(base, slot), CONSUMER_WARPS);
+        for (u32 slot = 0; slot < SLOTS; slot++) {
+            barrier_init(full(base, slot), IN_STRIPS ? 1 : 1 + PRODUCERS);
+            barrier_init(empty(base, slot), CONSUMER_WARPS);
         }
         barriers_visible();
-        operands_visible();
+        shared_visible();
     }
-    if (SHARE * SPLIT > 1) cluster_sync();
+    if (EXCHANGES) cluster_sync();
     else __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    if (threadIdx.x < PRODUCERS) {
-        shrink_registers<120>();
+    if (threadIdx.x < CONSUMERS) {
+        grow_registers<232>();
+        consume(call, base);
+    } else {
+        shrink_registers<40>();
         produce(call, base);
         // As often as the others.
-        if (SPLIT > 1) cluster_sync(), cluster_sync();
-    } else {
-        grow_registers<192>();
-        consume(call, base);
+        if (EXCHANGES) cluster_sync(), cluster_sync();
     }
-    // No block ends while others write to it.
-    if (SHARE > 1) cluster_sync();
 }

@@ -25,7 +25,8 @@ pub fn evict(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
     // The rows are not looked at.
     let rows = QueryPositions::last(1, tokens)?;
     let scores_of = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
-    let request = ScoreRequest { rows: &rows, spans: &spans, scores: scores_of, text: TextRule::Raised, recent };
+    let request =
+        ScoreRequest { rows: &rows, spans: &spans, scores: scores_of, group: 1, text: TextRule::Raised, recent };
     let chosen = device.choose(&scores, heads, &request, recent + best)?.kept;
     Ok(vec![
         ("text_prior", named([("kept", doubles(&kept))])),

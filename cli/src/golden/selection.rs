@@ -34,7 +34,7 @@ pub fn snapkv(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         let sums = attention.measure(device, scores.aggregation, None)?.sums;
         let (rows, tokens) = (&attention.rows, attention.rows.tokens());
         let spans = Spans::new(tokens, &[])?;
-        let request = ScoreRequest { rows, spans: &spans, scores, text: TextRule::Equal, recent: window };
+        let request = ScoreRequest { rows, spans: &spans, scores, group: 1, text: TextRule::Equal, recent: window };
         let chosen = device.choose(&sums, attention.shape.kv_heads(), &request, capacity)?;
         kept.extend(chosen.kept);
         pooled.extend(chosen.scores.chunks(tokens).flat_map(|scores| doubles(&scores[..tokens - window])));
@@ -61,7 +61,8 @@ pub fn h2o(file: &GoldenFile, device: Device<'_>) -> Result<Computed> {
         };
         let sums = attention.measure(device, ACCUMULATED.aggregation, None)?.sums;
         let (rows, spans) = (&attention.rows, Spans::new(attention.rows.tokens(), &[])?);
-        let request = ScoreRequest { rows, spans: &spans, scores: ACCUMULATED, text: TextRule::Equal, recent };
+        let request =
+            ScoreRequest { rows, spans: &spans, scores: ACCUMULATED, group: 1, text: TextRule::Equal, recent };
         kept.extend(device.choose(&sums, attention.shape.kv_heads(), &request, capacity)?.kept);
         scores.extend(doubles(&sums));
     }

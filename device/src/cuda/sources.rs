@@ -3,11 +3,15 @@
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
+/// Files that every library can include.
+const SHARED: &[(&str, &str)] = &[("device/warpgroup.cuh", include_str!("../../cuda/warpgroup.cuh"))];
+
 /// The CUDA C++ files of a library. Two of them are equal if they have the same name.
 pub struct KernelSources {
     /// Name of the library. No two libraries of a program share one.
     pub library: &'static str,
-    /// Path and text of every file. Files include others as `#include "path"`.
+    /// Path and text of every file. Files include others as `#include "path"`, and `device/warpgroup.cuh` of this
+    /// crate: barriers and products of warpgroups.
     pub files: &'static [(&'static str, &'static str)],
 }
 
@@ -24,7 +28,7 @@ impl KernelSources {
     }
 
     fn file(&self, name: &str) -> Option<&'static str> {
-        self.files.iter().find(|(path, _)| *path == name).map(|(_, text)| *text)
+        self.files.iter().chain(SHARED).find(|(path, _)| *path == name).map(|(_, text)| *text)
     }
 
     fn include(&self, name: &str, included: &mut Vec<String>, text: &mut String) {
@@ -50,7 +54,7 @@ impl KernelSources {
     /// # Errors
     /// The first thing found wrong.
     pub fn check(&self) -> Result<(), String> {
-        for (name, text) in self.files {
+        for (name, text) in self.files.iter().chain(SHARED) {
             if !text.starts_with("//") {
                 return Err(format!("{name} does not begin with what it is"));
             }

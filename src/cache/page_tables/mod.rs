@@ -4,6 +4,7 @@
 //! writes. Then it is committed, or abandoned, which restores the old state of the page tables. Pages that an open
 //! change no longer needs are released only when it is committed, so that nothing is lost if it is abandoned.
 
+mod going_on;
 mod needed_room;
 mod parts;
 mod prompt_parts;
@@ -12,6 +13,7 @@ mod shares;
 mod sliding_window;
 mod unpacked;
 
+pub(super) use going_on::GoingOn;
 pub(super) use unpacked::Packed;
 
 use super::change::{Change, Undo};
@@ -282,7 +284,10 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             sequence.spans.extend(undo.spans);
             (sequence.length, sequence.released) = (undo.length, undo.released);
         }
-        change.grown.iter().for_each(|&sequence| self.sequences[sequence].pop_token());
+        for &sequence in &change.grown {
+            self.sequences[sequence].pop_token();
+            self.changes[sequence] += 1; // no step goes on from one that was rolled back
+        }
         for sequence in change.centres.iter().map(|centre| centre.sequence).chain(change.taken_centre) {
             self.release_centre(sequence);
         }
@@ -315,6 +320,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         // Shared before the target's own centre is released, in case both are the same.
         forked.centre.into_iter().for_each(|slot| self.centres.share(slot));
         self.release_centre(target);
+        // The source's open page is shared now, so that its next token goes to another.
+        self.changes[source] += 1;
         self.changes[target] += 1;
         self.sequences[target] = forked;
         Ok(())
@@ -469,7 +476,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             let write = TokenWrite { token, page, slot, centre: sequence.centre };
             change.writes.stores[store.index()].tokens.push(write);
             change.grown.push(run.sequence());
-            sequence.push_token(Window::For(store), NextSlot::Open(page, slot), Lease::default());
+            sequence.push_in_page();
             self.changes[run.sequence()] += 1;
         }
     }

@@ -1,6 +1,7 @@
 //! Pages behind a layer's sliding window, which no later query sees.
 
 use super::super::change::Change;
+use super::super::sequence::SpanKind;
 use super::PageTables;
 use crate::format::TILE_TOKENS;
 use crate::plan::{AttendPlan, TokenIndices, TokenRange};
@@ -20,11 +21,21 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         self.sequences[sequence].released = unseen;
     }
 
-    /// The end of the positions that no query from the end of a sequence on sees, if it still holds pages of them.
+    /// The end of the positions that no query from the end of a sequence on sees, if it still holds pages of them. It
+    /// holds all pages of a prompt of which nothing is packed yet.
     pub(super) fn unseen_behind_window(&self, sequence: usize) -> Option<usize> {
         let (left, of) = (self.recipe.attention().window()?, &self.sequences[sequence]);
         let unseen = of.length.saturating_sub(left.saturating_add(TAKEN_BACK)) / TILE_TOKENS * TILE_TOKENS;
-        (unseen > of.released).then_some(unseen)
+        let is_packed = || of.spans.iter().all(|span| span.kind != SpanKind::Unpacked);
+        (unseen > of.released && is_packed()).then_some(unseen)
+    }
+
+    /// Number of steps with a token of a sequence before one leaves a page behind that no query sees.
+    pub(super) fn steps_until_unseen(&self, sequence: usize) -> usize {
+        let Some(left) = self.recipe.attention().window() else { return usize::MAX };
+        let of = &self.sequences[sequence];
+        let next = (of.released / TILE_TOKENS + 1) * TILE_TOKENS;
+        left.saturating_add(TAKEN_BACK + next).saturating_sub(of.length)
     }
 
     /// Checks that a sequence of `length` tokens still holds what its next query sees.

@@ -19,15 +19,17 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Checks that a sequence may hold a prompt of which nothing is packed.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where ranks share sequences, or where the layers have a sliding window.
+    /// [`Error::Unsupported`] where ranks share sequences.
     pub(super) fn check_unpacked(&self, sequence: usize) -> Result<()> {
         self.sequence(sequence)?;
-        let hint = match (self.share, self.recipe.attention().window()) {
-            (None, None) => return Ok(()),
-            (Some(_), _) => "append prompts as TokenRun::prompt where ranks share sequences",
-            (None, Some(_)) => "pages behind the window are given back before a policy chooses; use TokenRun::prompt",
-        };
-        Err(Error::Unsupported { what: "a prompt of which nothing is packed yet".into(), hint: hint.into() })
+        if self.share.is_none() {
+            return Ok(());
+        }
+        let what = "a prompt of which nothing is packed yet (TokenRun::unpacked), where ranks share sequences".into();
+        let hint = "a rank holds a part of every page table, and none has the prompt to choose from; use \
+                    TokenRun::prompt"
+            .into();
+        Err(Error::Unsupported { what, hint })
     }
 
     /// Pages that a further part takes.

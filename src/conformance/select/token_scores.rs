@@ -84,7 +84,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &TokenSco
     let rows = QueryPositions::new(case.positions.clone(), case.tokens)?;
     let spans = Spans::new(case.tokens, &case.images)?;
     let (scores, text, recent) = (case.scores, case.text, case.recent);
-    let request = ScoreRequest { rows: &rows, spans: &spans, scores, text, recent };
+    let request = ScoreRequest { rows: &rows, spans: &spans, scores, group: 1, text, recent };
     let on_device = backend.upload(sums.as_slice().into()).await?;
     let scored = backend.token_scores(&on_device, case.kv_heads, &request)?;
     let got = backend.download(&scored.scores).await?;

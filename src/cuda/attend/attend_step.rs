@@ -22,16 +22,8 @@ use crate::format::{AttentionShape, Calibration, KeyOrValue};
 use crate::plan::{AttendPlan, ElementType, QueryLayout, Scoring};
 use crate::{Error, Result};
 
-/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`.
-#[derive(Clone, Copy, Debug)]
-pub struct AttendTensors<'a> {
-    /// Queries, after rotary embedding, not scaled.
-    pub queries: &'a Tensor,
-    /// The attention outputs.
-    pub output: &'a Tensor,
-    /// The natural log-sum-exps, f32 `[rows, query_heads]`, if requested.
-    pub lse: Option<&'a Tensor>,
-}
+/// The tensors of a step.
+pub type AttendTensors<'a> = crate::backend::AttendTensors<'a, Tensor>;
 
 /// A step in the form that the CUDA kernels run: decided from lengths alone, without using the device.
 ///

@@ -21,20 +21,4 @@ pub use token_scores::TokenScoresPlan;
 pub use top_k::TopKPlan;
 pub use words::Words;
 
-use super::device::tensor::Tensor;
-use crate::backend::{check_index, check_indices};
-use crate::plan::ElementType;
-use crate::{Error, Result};
-
-/// Checks that `output` holds `expected` elements of the type `element_type`.
-fn check_output(what: &'static str, output: &Tensor, expected: usize, element_type: ElementType) -> Result<()> {
-    if output.elements() != expected {
-        let (given, shape) = (output.elements(), "the result".into());
-        return Err(Error::Elements { what, given, expected, shape });
-    }
-    if output.element_type() != element_type {
-        let reason = format!("it holds {:?}, but the kernel writes {element_type:?}", output.element_type());
-        return Err(Error::Buffer { what, reason });
-    }
-    Ok(())
-}
+use crate::backend::{check_index, check_indices, check_output};

@@ -22,6 +22,7 @@ const TILE: usize = 8 * THREADS as usize;
 #[derive(Clone, Debug)]
 pub struct TokenScoresPlan {
     kv_heads: usize,
+    sums: usize,
     tables: ScoreTables,
 }
 
@@ -48,12 +49,14 @@ impl TokenScoresPlan {
     /// # Errors
     /// As [`ScoreRequest::check`].
     pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
-        request.check(kv_heads.saturating_mul(request.tokens()), kv_heads)?;
-        Ok(Self { kv_heads, tables: request.tables() })
+        let sums = request.sums(kv_heads);
+        request.check(sums, kv_heads)?;
+        Ok(Self { kv_heads, sums, tables: request.tables() })
     }
 
-    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and a zeroed word for
-    /// every head. The kernel sets the word to the number of tokens from the first NaN sum to the end.
+    /// Binds the f32 column sums to read, `[kv_heads · group, tokens]`, the f32 scores to write, `[kv_heads, tokens]`,
+    /// and a zeroed word for every head. The kernel sets the word to the number of tokens from the first NaN sum to the
+    /// end.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a tensor or the words do not fit the plan; [`Error::Plan`] when
@@ -61,7 +64,7 @@ impl TokenScoresPlan {
     pub fn bind(&self, backend: &Cuda, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
         let tables = &self.tables;
         let elements = self.kv_heads * tables.tokens;
-        check_output("column sums", sums, elements, ElementType::F32)?;
+        check_output("column sums", sums, self.sums, ElementType::F32)?;
         check_output("scores of tokens", scores, elements, ElementType::F32)?;
         if not_numbers.len() != self.kv_heads {
             let (given, expected) = (not_numbers.len(), self.kv_heads);

@@ -63,6 +63,16 @@ pub(super) fn token_words(write: &TokenWrite) -> [u32; ENTRY_WORDS] {
     [write.token as u32, write.page.index, slots, write.page.shard]
 }
 
+/// The slot of a token's entry.
+pub(super) const fn slot_of_token([_, _, slots, _]: [u32; ENTRY_WORDS]) -> usize {
+    (slots % (1 << CENTRE_SHIFT)) as usize
+}
+
+/// Makes it the entry of the next slot, which its page has.
+pub(super) const fn move_token_on([_, _, slots, _]: &mut [u32; ENTRY_WORDS]) {
+    *slots += 1;
+}
+
 pub(super) fn window_words(window: &WindowMove) -> [u32; ENTRY_WORDS] {
     let WindowMove { from, to, range_slot } = *window;
     [from.index, to.index, range_slot as u32, both_shards(from, to)]

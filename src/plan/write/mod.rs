@@ -12,7 +12,7 @@
 
 mod entry;
 mod layout;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod moved_on;
 mod single;
 mod table;
 mod writes;
@@ -22,7 +22,6 @@ pub(crate) use layout::BackendStore;
 pub use layout::{MOST_MEAN_TOKENS, StoreCapacity, TableSection, WindowCapacity, WriteLayout};
 #[cfg(feature = "wgpu")]
 pub(crate) use single::windows_layout;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use single::{append_table, copy_table, windows_table};
 pub use table::WriteTable;
 pub use writes::{KeyMean, LayerWrites, PageCopy, StoreWrites, TokenWrite, WindowMove};

@@ -27,8 +27,8 @@ use crate::{Error, Result};
 /// A table can be filled again and again ([`WriteTable::set`]) without allocating.
 #[derive(Clone, Debug)]
 pub struct WriteTable {
-    layout: Arc<WriteLayout>,
-    words: Vec<u32>,
+    pub(super) layout: Arc<WriteLayout>,
+    pub(super) words: Vec<u32>,
     /// For each section, the shards (or pairs of shards) that its entries name, each once.
     shards: Vec<Vec<u32>>,
     /// Number of tokens that the dense keys and values need: the largest token that is named, plus one.

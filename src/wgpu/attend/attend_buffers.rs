@@ -7,18 +7,9 @@ use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Store, Tensor, Variant};
 use crate::{Error, Result};
 
-/// The tensors of a step: queries and output, both `[rows, query_heads, head_dim]`, contiguous unless the step was
-/// planned for other [rows](super::AttendStep::with_query_layout). They may lie in one buffer, but must not overlap.
-#[derive(Clone, Copy, Debug)]
-pub struct AttendTensors<'a> {
-    /// Queries, after rotary embedding, not scaled.
-    pub queries: &'a Tensor,
-    /// The attention outputs.
-    pub output: &'a Tensor,
-    /// The log-sum-exps, f32 `[rows, query_heads]`. Only for plans of
-    /// [`AttendStep::states`](super::AttendStep::states).
-    pub lse: Option<&'a Tensor>,
-}
+/// The tensors of a step. See [`AttendStep::with_query_layout`](super::AttendStep::with_query_layout) for other rows;
+/// log-sum-exps are for plans of [`AttendStep::states`](super::AttendStep::states).
+pub type AttendTensors<'a> = crate::backend::AttendTensors<'a, Tensor>;
 
 /// One dispatch and the buffers that it binds.
 #[derive(Clone, Debug, PartialEq)]

@@ -22,7 +22,7 @@ use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
 use super::specialisation::MAX_TILES;
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, TILE_TOKENS};
-use crate::plan::{AttendPlan, ElementType, QueryLayout, StoreWork, Work};
+use crate::plan::{AttendPlan, ElementType, GrowingWork, QueryLayout, StoreWork, Work};
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard;
 use crate::wgpu::device::{Capabilities, Kernels, Launches, Store, Tensor, Variant};
@@ -39,7 +39,7 @@ pub struct AttendStep {
     output_rows: QueryLayout,
     lse: LseOutput,
     /// What the work was cut from. None in a step that cannot grow.
-    plan: Option<AttendPlan>,
+    growing: Option<GrowingWork>,
     options: StepOptions,
     decisions: Decisions,
     launches: Arc<[PlannedLaunch]>,
@@ -170,7 +170,7 @@ impl AttendStep {
             query_rows,
             output_rows,
             lse,
-            plan: (room != Sizing::Exact).then(|| plan.clone()),
+            growing: (room != Sizing::Exact).then(|| GrowingWork::new(plan)),
             options,
             decisions,
             launches,
@@ -185,12 +185,10 @@ impl AttendStep {
     /// Makes this the step of another plan, if that differs from its own by a few tokens of sequences that decode,
     /// within their pages. Otherwise returns false, and only its launches are of use any more. Takes next to no memory.
     pub(in crate::wgpu) fn grow(&mut self, plan: &AttendPlan, options: StepOptions) -> bool {
-        let Self { plan: Some(own), work, decisions, tables, .. } = self else { return false };
-        if self.options != options || !own.grows_to(plan) {
-            return false;
-        }
-        if !work.grow(own, plan) {
-            self.plan = None; // it is no longer what the work was cut from
+        let Self { growing, work, decisions, tables, options: own, .. } = self;
+        let grows = |growing: &mut GrowingWork| *own == options && growing.grow(work, plan);
+        if !growing.as_mut().is_some_and(grows) {
+            *growing = None; // it may no longer be what the work was cut from
             return false;
         }
         decisions.write_items(work, tables);

@@ -95,7 +95,7 @@ impl TokenSelection for Wgpu {
         request: &ScoreRequest<'_>,
     ) -> Result<ScoredTokens<Tensor, Words>> {
         request.check(sums.elements(), kv_heads)?;
-        let scores = Tensor::zeroed(self.device(), sums.elements(), ElementType::F32)?;
+        let scores = Tensor::zeroed(self.device(), kv_heads * request.tokens(), ElementType::F32)?;
         let not_numbers = Words::zeroed(self.device(), "sums that are not numbers", kv_heads)?;
         let plan = TokenScoresPlan::new(kv_heads, request)?;
         self.run("kvpack token_scores", &plan.bind(&self.kernels, sums, &scores, &not_numbers)?)?;

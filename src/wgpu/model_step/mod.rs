@@ -8,20 +8,20 @@ mod written;
 
 use std::sync::Arc;
 
-use part::{BoundPart, attend_tables_at};
+use part::{PartClass, PartMemory, PlannedPart, attend_tables_at};
 use step_tables::{Regions, StepTables};
-use written::WrittenPart;
+use written::PartTables;
 pub use written::WrittenStep;
 
-use super::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, Sizing, StepOptions};
+use super::attend::{AttendStep, LseOutput, Scratch, ScratchBytes, Sizing, StepOptions};
 use super::backend::Wgpu;
 use super::device::guard::{self, Request};
 use super::device::{Launches, Store, Tensor};
 use super::pack::{NonFiniteFlags, rotated_now, rotated_window_bytes, staged};
-use crate::backend::{AttendOptions, BoundClasses, OpenStep, PartLayers, QueryPrecision, StepLayers};
+use crate::Result;
+use crate::backend::{AttendOptions, BoundParts, OpenStep, PartLayers, QueryPrecision, StepLayers, StepTensors};
 use crate::format::AttentionShape;
 use crate::plan::{ElementType, QueryLayout, RowLayout, Split};
-use crate::{Error, Result};
 
 /// The tensors of one layer's step.
 pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
@@ -42,7 +42,7 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// An engine may write and encode further steps before it submits the first: tables of a step stay where they are until
 /// the device has finished the commands that read them, or these were dropped. Two steps may be under way before the
 /// tables are rebuilt with twice the room. Steps are submitted in the order in which they were written. Until they are,
-/// calls of the cache that submit commands by themselves return [`Error::NotSubmitted`].
+/// calls of the cache that submit commands by themselves return [`Error::NotSubmitted`](crate::Error::NotSubmitted).
 ///
 /// ```no_run
 /// use kvpack::cache::{ModelCache, TokenRun};
@@ -76,17 +76,11 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 #[derive(Debug)]
 pub struct ModelStep {
     backend: Wgpu,
-    rows: RowLayout,
-    layers: Vec<LayerTensors>,
+    tensors: StepTensors<Tensor>,
     /// Precision of the queries where it is not that of the recipe.
     query: Option<QueryPrecision>,
     split: Split,
-    query_rows: Option<QueryLayout>,
-    output_rows: Option<QueryLayout>,
-    /// Log-sum-exps of every layer, or none.
-    lse: Vec<Tensor>,
-    /// What is bound for parts, by their first layer.
-    bound: Vec<BoundClasses<BoundPart>>,
+    bound: BoundParts<PartClass>,
     tables: StepTables,
     /// What all parts share.
     shared: SharedMemory,
@@ -110,7 +104,8 @@ impl LayerTensors {
     /// Zeroed tensors with `rows` contiguous rows of keys, values, queries and output.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Limit`] or [`Error::DeviceLost`].
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::Limit`](crate::Error::Limit) or
+    /// [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn zeroed(device: &wgpu::Device, shape: &AttentionShape, rows: usize, of: ElementType) -> Result<Self> {
         let zeroed = |heads: usize| Tensor::zeroed(device, rows * heads * shape.head_dim(), of);
         let (kv, query) = (shape.kv_heads(), shape.query_heads());
@@ -123,34 +118,16 @@ impl ModelStep {
     /// that the recipe of the layers asks for, unless [`ModelStep::with_query_precision`] sets another.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there are no layers, or layers differ in the types of their queries or outputs.
+    /// [`Error::Plan`](crate::Error::Plan) when there are no layers, or layers differ in the types of their queries or
+    /// outputs.
     pub fn new(backend: &Wgpu, rows: RowLayout, layers: Vec<LayerTensors>) -> Result<Self> {
-        let Some(first) = layers.first() else {
-            return Err(Error::Plan { what: "step of a model", reason: "it needs at least one layer".into() });
-        };
-        let types = |layer: &LayerTensors| {
-            [&layer.keys, &layer.values, &layer.queries, &layer.output].map(Tensor::element_type)
-        };
-        if let Some(layer) = layers.iter().position(|layer| types(layer) != types(first)) {
-            let reason = format!("the tensors of layer {layer} and layer 0 differ in type");
-            return Err(Error::Plan { what: "step of a model", reason });
-        }
+        let bound = BoundParts::new(layers.len(), KEPT_CLASSES);
+        let tensors = StepTensors::new(rows, layers)?;
+        tensors.check_types()?;
         let tables = StepTables::new(backend.kernels().submissions());
-        let bound = layers.iter().map(|_| BoundClasses::new(KEPT_CLASSES)).collect();
-        Ok(Self {
-            backend: backend.clone(),
-            rows,
-            layers,
-            query: None,
-            split: Split::default(),
-            query_rows: None,
-            output_rows: None,
-            lse: Vec::new(),
-            bound,
-            tables,
-            shared: SharedMemory::default(),
-            staged: Vec::new(),
-        })
+        let (query, split) = (None, Split::default());
+        let (shared, staged) = (SharedMemory::default(), Vec::new());
+        Ok(Self { backend: backend.clone(), tensors, query, split, bound, tables, shared, staged })
     }
 
     /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
@@ -158,11 +135,12 @@ impl ModelStep {
     /// that lie elsewhere. Layers that run one after the other may share a tensor.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is not one tensor for each layer, [`Error::Buffer`] when one is not f32.
+    /// [`Error::Plan`](crate::Error::Plan) when there is not one tensor for each layer,
+    /// [`Error::Buffer`](crate::Error::Buffer) when one is not f32.
     pub fn with_log_sum_exps(mut self, lse: Vec<Tensor>) -> Result<Self> {
-        crate::backend::check_log_sum_exps(self.layers.len(), lse.iter().map(Tensor::element_type))?;
-        self.drop_bound();
-        Ok(Self { lse, ..self })
+        self.tensors.set_log_sum_exps(lse)?;
+        self.bound.clear();
+        Ok(self)
     }
 
     /// The same with another precision of the queries than that of the recipe.
@@ -180,15 +158,17 @@ impl ModelStep {
     /// The same steps for queries with this layout, instead of contiguous rows: see [`AttendStep::with_query_layout`].
     #[must_use]
     pub fn with_query_layout(mut self, rows: QueryLayout) -> Self {
-        self.drop_bound();
-        Self { query_rows: Some(rows), ..self }
+        self.tensors.set_query_layout(rows);
+        self.bound.clear();
+        self
     }
 
     /// The same steps for outputs with this layout, instead of contiguous rows.
     #[must_use]
     pub fn with_output_layout(mut self, rows: QueryLayout) -> Self {
-        self.drop_bound();
-        Self { output_rows: Some(rows), ..self }
+        self.tensors.set_output_layout(rows);
+        self.bound.clear();
+        self
     }
 
     /// Takes the parts of a step and writes their tables to the device, in the order of the queue: at once for all
@@ -196,12 +176,14 @@ impl ModelStep {
     /// again.
     ///
     /// # Errors
-    /// [`Error::Plan`] or [`Error::Elements`] when the parts have other layers, or more tokens than the tensors;
-    /// [`Error::Unsupported`] when the step is to write log-sum-exps and keys are centred; [`Error::Limit`] when 256
-    /// steps are encoded of which the device has finished none; [`Error::OutOfMemory`], [`Error::Limit`] or
-    /// [`Error::DeviceLost`] when binding again fails.
+    /// [`Error::Plan`](crate::Error::Plan) or [`Error::Elements`](crate::Error::Elements) when the parts have other
+    /// layers, or more tokens than the tensors; [`Error::Unsupported`](crate::Error::Unsupported) when the step is to
+    /// write log-sum-exps and keys are centred; [`Error::Limit`](crate::Error::Limit) when 256 steps are encoded of
+    /// which the device has finished none; [`Error::OutOfMemory`](crate::Error::OutOfMemory),
+    /// [`Error::Limit`](crate::Error::Limit) or [`Error::DeviceLost`](crate::Error::DeviceLost) when binding again
+    /// fails.
     pub fn write<'a>(&'a mut self, parts: &[OpenStep<'a, Store, NonFiniteFlags>]) -> Result<WrittenStep<'a>> {
-        let layers = StepLayers::of(parts, self.layers.len())?;
+        let layers = StepLayers::of(parts, self.tensors.layers().len())?;
         let by_part = layers.by_part(parts.len());
         let mut plans = Vec::with_capacity(parts.len());
         for (at, (part, layers)) in parts.iter().zip(by_part.iter()).enumerate() {
@@ -212,18 +194,16 @@ impl ModelStep {
         let mut bound_anew = false;
         for (at, ((part, layers), plan)) in parts.iter().zip(by_part.iter()).zip(plans).enumerate() {
             let Some(plan) = plan else { continue };
-            let first = regions.first(at);
-            let kept = self.bound[layers[0]].take(|bound| bound.serves(part, &plan, first));
-            bound_anew |= kept.is_none();
-            let bound = match kept {
-                Some(bound) => bound.with_plan(plan),
-                None => self.bind(part, plan, layers, first)?,
-            };
-            self.bound[layers[0]].put(bound);
+            let planned = PlannedPart { plan, first: regions.first(at) };
+            let Self { backend, tensors, tables, shared, bound, .. } = self;
+            let memory = PartMemory { backend, tensors, tables, shared };
+            bound_anew |= bound.serve((part, layers[0]), planned, |bound, planned| {
+                memory.bind((part, layers), planned, bound.of(layers[0]).filter(|bound| bound.is_over(part)))
+            })?;
         }
         let Self { backend, bound, tables, .. } = self;
         let tables_of = |(part, layers): (&OpenStep<'a, Store, NonFiniteFlags>, &[usize])| {
-            bound[layers[0]].newest().map(|bound| bound.tables(part.table))
+            bound.newest(layers[0]).map(|bound| bound.class.tables(part.table))
         };
         let of_parts = parts.iter().zip(by_part.iter()).filter_map(tables_of).flatten();
         guard::captured_now(backend.device(), Request::call("tables of a step"), || {
@@ -231,12 +211,12 @@ impl ModelStep {
         })?;
         self.staged = parts.iter().map(|part| staged::bind(self.backend.kernels(), part)).collect::<Result<_>>()?;
         let steps: &'a Self = self;
-        let written = |((part, layers), staged): ((&OpenStep<'a, Store, NonFiniteFlags>, &[usize]), &'a Vec<_>)| {
-            let bound = steps.bound[layers[0]].newest()?;
-            Some(WrittenPart { bound, table: part.table, staged, stored: part.stored })
+        let with = |at: usize, part: &OpenStep<'a, Store, NonFiniteFlags>| PartTables {
+            table: part.table,
+            staged: steps.staged.get(at).map_or(&[], Vec::as_slice),
         };
-        let parts = parts.iter().zip(by_part.iter()).zip(&steps.staged).filter_map(written).collect();
-        Ok(WrittenStep { steps, parts, layers, slot, bound_anew })
+        let parts = steps.bound.written(parts, (layers, &by_part), with);
+        Ok(WrittenStep { steps, parts, slot, bound_anew })
     }
 
     /// Whether the class that served the part with this first layer last serves its next step, too.
@@ -247,42 +227,39 @@ impl ModelStep {
         (at, parts): (usize, usize),
     ) -> Result<bool> {
         let (options, first) = (self.options(part.query, parts), self.tables.regions(parts).first(at));
-        let Some(bound) = self.bound[first_layer].newest_mut() else { return Ok(false) };
-        if !bound.grow(part, options, first) {
+        let Some(bound) = self.bound.newest_mut(first_layer) else { return Ok(false) };
+        if !(bound.is_over(part) && bound.class.grow(part.plan, options, first)) {
             return Ok(false);
         }
-        let tables = bound.plan().tables();
+        let tables = bound.class.plan().tables();
         let planned = || AttendStep::with_room(self.backend.capabilities(), part.plan, options, std::iter::empty());
         debug_assert!(planned().is_ok_and(|planned| planned.tables() == tables), "the step is not as it is planned");
         // Pages and slots are those of the step before, over the same layout.
-        part.table.check_rows(&self.rows)?;
+        part.table.check_rows(self.tensors.rows())?;
         Ok(true)
     }
 
     /// Plans a part of a step, whose layers are these of all.
     fn plan(&self, part: &OpenStep<'_, Store, NonFiniteFlags>, layers: &[usize], parts: usize) -> Result<AttendStep> {
-        part.check(&self.rows)?;
-        if !self.lse.is_empty() {
-            part.check_not_centred()?;
-        }
+        self.tensors.check(part)?;
         let options = self.options(part.query, parts);
-        let kept = self.bound[layers[0]].iter().map(BoundPart::plan);
+        let kept = self.bound.of(layers[0]).map(|bound| bound.class.plan());
         let plan = AttendStep::with_room(self.backend.capabilities(), part.plan, options, kept)?;
-        layers.iter().try_for_each(|&layer| plan.check_rows(self.attended(layer)))?;
+        layers.iter().try_for_each(|&layer| plan.check_rows(self.tensors.attended(layer)))?;
         Ok(plan)
     }
 
     /// What the steps have in common whose recipe asks for this precision of the queries, and that have this number of
     /// parts.
     fn options(&self, of_recipe: QueryPrecision, parts: usize) -> StepOptions {
-        let LayerTensors { queries, output, .. } = &self.layers[0];
+        let LayerTensors { queries, output, .. } = &self.tensors.layers()[0];
         let (query, output, split) = (self.query.unwrap_or(of_recipe), output.element_type(), self.split);
         StepOptions {
             input: queries.element_type(),
             attend: AttendOptions { query, output, split },
-            lse: if self.lse.is_empty() { LseOutput::None } else { LseOutput::F32 },
+            lse: if self.tensors.have_log_sum_exps() { LseOutput::F32 } else { LseOutput::None },
             room: Sizing::Classes { parts: parts.next_power_of_two() },
-            rows: [self.query_rows, self.output_rows],
+            rows: self.tensors.layouts(),
         }
     }
 
@@ -295,7 +272,12 @@ impl ModelStep {
         by_part: &PartLayers,
         plans: &mut [Option<AttendStep>],
     ) -> Result<(usize, Regions)> {
-        let bound = |layers: &[usize]| self.bound[layers[0]].newest().map(BoundPart::plan);
+        let slot = self.tables.free_slot()?;
+        // What serves all parts is bound to memory that has the room.
+        if plans.iter().all(Option::is_none) && self.tables.have_room(parts.len(), 0) {
+            return Ok((slot, self.tables.regions(parts.len())));
+        }
+        let bound = |layers: &[usize]| self.bound.newest(layers[0]).map(|bound| bound.class.plan());
         let scratch_of = |(plan, layers): (&Option<AttendStep>, &[usize])| {
             plan.as_ref().or_else(|| bound(layers)).map_or_else(ScratchBytes::default, AttendStep::scratch)
         };
@@ -308,15 +290,14 @@ impl ModelStep {
             attend_tables_at(part.table.layout(), alignment) + scratch.tables
         };
         let region = parts.iter().zip(&scratch).map(region).max().unwrap_or(0);
-        let slot = self.tables.free_slot()?;
         let has_scratch = self.shared.scratch.as_ref().is_some_and(|scratch| scratch.holds(needed));
         let has_rotated = self.shared.rotated.as_ref().map_or(0, wgpu::Buffer::size) >= rotated;
         let has_tables = self.tables.have_room(parts.len(), region);
         if !(has_scratch && has_rotated && has_tables) {
             for (plan, layers) in plans.iter_mut().zip(by_part.iter()).filter(|(plan, _)| plan.is_none()) {
-                *plan = self.bound[layers[0]].take(|_| true).map(BoundPart::into_plan);
+                *plan = self.bound.take_newest(layers[0]).map(PartClass::into_plan);
             }
-            self.drop_bound();
+            self.bound.clear();
         }
         let device = self.backend.device();
         if !has_scratch {
@@ -329,15 +310,5 @@ impl ModelStep {
             self.tables.make_room(device, &self.backend.capabilities().limits, parts.len(), region)?;
         }
         Ok((slot, self.tables.regions(parts.len())))
-    }
-
-    fn drop_bound(&mut self) {
-        self.bound.iter_mut().for_each(|classes| classes.retain(|_| false));
-    }
-
-    /// The tensors of a layer's attention.
-    fn attended(&self, layer: usize) -> AttendTensors<'_> {
-        let LayerTensors { queries, output, .. } = &self.layers[layer];
-        AttendTensors { queries, output, lse: self.lse.get(layer) }
     }
 }

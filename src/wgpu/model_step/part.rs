@@ -1,21 +1,18 @@
 //! What is bound for a part of a step: layers that share their page tables.
 
-use std::sync::Arc;
-
-use super::{LayerTensors, ModelStep};
-use crate::backend::{OpenStep, WriteInput, of_layer};
-use crate::plan::{WriteLayout, WriteTable};
+use super::SharedMemory;
+use super::step_tables::StepTables;
+use crate::backend::{BoundClass, BoundPart, OpenStep, StepTensors, of_layer};
+use crate::plan::{AttendPlan, WriteLayout, WriteTable};
 use crate::wgpu::attend::{AttendStep, Scratch, StepOptions};
-use crate::wgpu::device::{Launches, Store};
+use crate::wgpu::backend::Wgpu;
+use crate::wgpu::device::{Launches, Store, Tensor};
 use crate::wgpu::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory, table_bytes};
 use crate::{Error, Result};
 
 /// The resources that all steps of one class use in a part. Buffers are shared with other classes and parts.
 #[derive(Debug)]
-pub(super) struct BoundPart {
-    layout: Arc<WriteLayout>,
-    /// The indices of the layers. Layers that were split off from one group share a layout, but not their stores.
-    numbers: Vec<usize>,
+pub(super) struct PartClass {
     /// Where its tables begin in a slot, those of what is stored, and then those of attention.
     first: u64,
     attend_at: u64,
@@ -24,36 +21,35 @@ pub(super) struct BoundPart {
     attention: Vec<Launches>,
 }
 
+/// A step of a part, and where its tables begin in a slot.
+#[derive(Debug)]
+pub(super) struct PlannedPart {
+    pub(super) plan: AttendStep,
+    pub(super) first: u64,
+}
+
 /// Where the tables of attention begin, in bytes behind those of what is stored.
 pub(super) fn attend_tables_at(layout: &WriteLayout, alignment: u64) -> u64 {
     table_bytes(layout).next_multiple_of(alignment)
 }
 
-impl BoundPart {
-    /// Whether it was bound to the stores of a part.
-    fn is_over(&self, part: &OpenStep<'_, Store, NonFiniteFlags>) -> bool {
-        Arc::ptr_eq(&self.layout, part.table.layout()) && self.numbers == part.layers
+impl BoundClass for PartClass {
+    type Planned = PlannedPart;
+
+    fn serves(&self, planned: &PlannedPart) -> bool {
+        self.first == planned.first && planned.plan.is_bound_like(&self.plan)
     }
 
-    /// Whether it serves a step whose tables begin there.
-    pub(super) fn serves(&self, part: &OpenStep<'_, Store, NonFiniteFlags>, plan: &AttendStep, first: u64) -> bool {
-        self.first == first && self.is_over(part) && plan.is_bound_like(&self.plan)
+    fn take_on(&mut self, planned: PlannedPart) {
+        self.plan = planned.plan;
     }
+}
 
-    /// Serves the next step of a part by what it is bound to, if that differs from its own by a few tokens alone. If
+impl PartClass {
+    /// Serves the next step of its part by what it is bound to, if that differs from its own by a few tokens alone. If
     /// not, its own step is of no use any more: false, where the part has to be planned.
-    pub(super) fn grow(
-        &mut self,
-        part: &OpenStep<'_, Store, NonFiniteFlags>,
-        options: StepOptions,
-        first: u64,
-    ) -> bool {
-        self.first == first && self.is_over(part) && self.plan.grow(part.plan, options)
-    }
-
-    /// The same for another step of the class.
-    pub(super) fn with_plan(self, plan: AttendStep) -> Self {
-        Self { plan, ..self }
+    pub(super) fn grow(&mut self, plan: &AttendPlan, options: StepOptions, first: u64) -> bool {
+        self.first == first && self.plan.grow(plan, options)
     }
 
     pub(super) fn plan(&self) -> &AttendStep {
@@ -62,11 +58,6 @@ impl BoundPart {
 
     pub(super) fn into_plan(self) -> AttendStep {
         self.plan
-    }
-
-    /// The indices of its layers in their model.
-    pub(super) fn numbers(&self) -> &[usize] {
-        &self.numbers
     }
 
     /// The tables of a step, and where they lie in a slot.
@@ -91,34 +82,38 @@ impl BoundPart {
     }
 }
 
-impl ModelStep {
-    /// Binds a class of a part: attention always, stores only if no other class has them. Its tables begin at byte
-    /// `first` of a slot.
-    pub(super) fn bind(
-        &mut self,
-        part: &OpenStep<'_, Store, NonFiniteFlags>,
-        plan: AttendStep,
-        layers: &[usize],
-        first: u64,
-    ) -> Result<BoundPart> {
-        let (backend, layout) = (&self.backend, part.table.layout());
-        // Drops what was bound before a store grew, or when these layers were in other parts.
-        let is_current =
-            |bound: &BoundPart| bound.is_over(part) || !bound.numbers.iter().any(|number| part.layers.contains(number));
-        self.bound.iter_mut().for_each(|classes| classes.retain(is_current));
+/// The memory that classes are bound to.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PartMemory<'a> {
+    pub(super) backend: &'a Wgpu,
+    pub(super) tensors: &'a StepTensors<Tensor>,
+    pub(super) tables: &'a StepTables,
+    pub(super) shared: &'a SharedMemory,
+}
+
+impl PartMemory<'_> {
+    /// Binds a class of a part, whose layers are these of the step: attention always, stores only if none of the other
+    /// classes has them.
+    pub(super) fn bind<'b>(
+        &self,
+        (part, layers): (&OpenStep<'_, Store, NonFiniteFlags>, &[usize]),
+        PlannedPart { plan, first }: PlannedPart,
+        mut others: impl Iterator<Item = &'b BoundPart<PartClass>>,
+    ) -> Result<PartClass> {
+        let Self { backend, tensors, shared, .. } = *self;
+        let layout = part.table.layout();
         let missing = |what: &'static str| Error::Plan { what, reason: "no memory was made for it".into() };
-        let (tables, shared) = (self.tables.buffer().ok_or_else(|| missing("tables of a step"))?, &self.shared);
-        let known = self.bound[layers[0]].iter().find(|bound| bound.first == first && bound.is_over(part));
-        let stores = match known {
-            Some(bound) => bound.stores.clone(),
+        let tables = self.tables.buffer().ok_or_else(|| missing("tables of a step"))?;
+        let stores = match others.find(|bound| bound.class.first == first) {
+            Some(bound) => bound.class.stores.clone(),
             None => {
-                part.stores.iter().flatten().for_each(|store| store.encoders().add(self.tables.slots().steps()));
-                part.flags.encoders().add(self.tables.slots().steps());
+                let steps = self.tables.slots().steps();
+                part.stores.iter().flatten().for_each(|store| store.encoders().add(steps));
+                part.flags.encoders().add(steps);
                 let memory = WriteMemory::within(layout, (tables, first), shared.rotated.as_ref());
                 let pack = StoreStep::new(layout);
                 let of_layer = |((&number, &layer), stores): ((&usize, &usize), &Vec<&Store>)| {
-                    let LayerTensors { keys, values, .. } = &self.layers[layer];
-                    let input = WriteInput { keys, values, rows: self.rows, flags: part.flags, layer: number };
+                    let input = tensors.stored(layer, part.flags, number);
                     pack.bind_with_room(backend.kernels(), stores, &memory, input)
                 };
                 part.layers.iter().zip(layers).zip(&part.stores).map(of_layer).collect::<Result<_>>()?
@@ -128,10 +123,9 @@ impl ModelStep {
         let scratch = Scratch { tables: tables.clone(), ..Scratch::clone(scratch) };
         let attend_at = attend_tables_at(layout, backend.capabilities().limits.binding_alignment);
         let of_layer = |(&layer, stores): (&usize, &Vec<&Store>)| {
-            plan.bind_with_room(backend.kernels(), stores, (&scratch, first + attend_at), self.attended(layer))
+            plan.bind_with_room(backend.kernels(), stores, (&scratch, first + attend_at), tensors.attended(layer))
         };
         let attention = layers.iter().zip(&part.stores).map(of_layer).collect::<Result<_>>()?;
-        let (layout, numbers) = (layout.clone(), part.layers.to_vec());
-        Ok(BoundPart { layout, numbers, first, attend_at, stores, plan, attention })
+        Ok(PartClass { first, attend_at, stores, plan, attention })
     }
 }

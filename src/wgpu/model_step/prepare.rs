@@ -27,7 +27,7 @@ impl ModelStep {
     /// # Errors
     /// As [`ModelStep::prepare`].
     pub async fn prepare_chunks(&self, of: impl StepKinds, longest: usize) -> Result<()> {
-        let (kinds, longest) = (of.step_kinds(), longest.min(self.rows.tokens));
+        let (kinds, longest) = (of.step_kinds(), longest.min(self.tensors.rows().tokens));
         let causal = |tokens| QueryRun::causal(0, tokens);
         // Kernels of longer runs take their queries from items of many queries.
         let spread = Some(LEAST_SPREAD).filter(|&least| least <= longest);
@@ -64,7 +64,7 @@ impl ModelStep {
     /// The kernels of a kind of steps that each of these query runs can use.
     fn variants_of(&self, kind: StepKind<'_>, runs: &[QueryRun], spans: &[u32]) -> Result<Vec<Variant>> {
         let StepKind { layout, stores, query, attention } = kind;
-        let LayerTensors { keys, values, .. } = &self.layers[0];
+        let LayerTensors { keys, values, .. } = &self.tensors.layers()[0];
         let buffers = self.backend.kernels().storage_buffers();
         let mut variants = StoreStep::new(layout).variants(buffers, keys.element_type(), values.element_type());
         for &tiles in spans {

@@ -1,10 +1,10 @@
 //! A step whose tables are on their way to the device.
 
-use super::part::BoundPart;
+use super::part::PartClass;
 use super::step_tables::StepTables;
 use super::{LayerTensors, ModelStep};
 use crate::Result;
-use crate::backend::{LayerPlace, StepLayers, StoredLayers, of_layer};
+use crate::backend::{ByPart, WrittenPart, of_layer};
 use crate::plan::{RowLayout, WriteTable};
 use crate::wgpu::attend::AttendTensors;
 use crate::wgpu::device::Launches;
@@ -15,20 +15,20 @@ use crate::wgpu::device::guard;
 #[derive(Clone, Debug)]
 pub struct WrittenStep<'a> {
     pub(super) steps: &'a ModelStep,
-    pub(super) parts: Vec<WrittenPart<'a>>,
-    pub(super) layers: StepLayers,
+    pub(super) parts: ByPart<Part<'a>>,
     pub(super) slot: usize,
     pub(super) bound_anew: bool,
 }
 
 /// Layers of the step that share their page tables.
+type Part<'a> = WrittenPart<'a, PartClass, PartTables<'a>>;
+
+/// What a part stores.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct WrittenPart<'a> {
-    pub(super) bound: &'a BoundPart,
+pub(super) struct PartTables<'a> {
     pub(super) table: &'a WriteTable,
     /// By layer; none where the part packs no part of a prompt.
     pub(super) staged: &'a [Launches],
-    pub(super) stored: &'a StoredLayers,
 }
 
 impl WrittenStep<'_> {
@@ -42,14 +42,14 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
     pub fn encode_store(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let (part, place) = self.part(layer)?;
-        let stores = part.bound.store(place)?;
+        let (part, place) = self.parts.of_layer(layer)?;
+        let stores = part.class().store(place)?;
         self.tables().slots().hold(self.slot, pass);
-        stores.encode_slot(part.table, self.tables().slot_offset(self.slot), pass)?;
-        if let Some(staged) = part.staged.get(place) {
+        stores.encode_slot(part.with.table, self.tables().slot_offset(self.slot), pass)?;
+        if let Some(staged) = part.with.staged.get(place) {
             staged.encode(pass);
         }
-        part.stored.mark(part.bound.numbers()[place]);
+        part.mark(place);
         Ok(())
     }
 
@@ -58,10 +58,10 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
     pub fn encode_attend(&self, layer: usize, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let (part, place) = self.part(layer)?;
-        let attention = part.bound.attention(place)?;
+        let (part, place) = self.parts.of_layer(layer)?;
+        let attention = part.class().attention(place)?;
         self.tables().slots().hold(self.slot, pass);
-        let (grids, tables) = (part.bound.plan().grids(), self.tables().slot_offset(self.slot));
+        let (grids, tables) = (part.class().plan().grids(), self.tables().slot_offset(self.slot));
         // SAFETY: The grids are those of the step's own plan, and its tables lie in the slot (docs/in-bounds.md, A3, A6).
         unsafe { attention.encode_grids(grids, tables, pass) };
         Ok(())
@@ -77,10 +77,10 @@ impl WrittenStep<'_> {
     /// [copied](crate::wgpu::Tensor::encode_copy); [`Error::NotSubmitted`](crate::Error::NotSubmitted) when an earlier
     /// step is encoded and not submitted; [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn submit(&self, layer: usize, given: &LayerTensors) -> Result<()> {
-        let ModelStep { backend, rows, layers, tables, .. } = self.steps;
+        let ModelStep { backend, tensors, tables, .. } = self.steps;
         tables.slots().check_others_submitted(self.slot, backend.device(), "step of a layer")?;
-        let (plan, own) = (self.part(layer)?.0.bound.plan(), of_layer(layers, layer)?);
-        let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*rows });
+        let (plan, own) = (self.parts.of_layer(layer)?.0.class().plan(), of_layer(tensors.layers(), layer)?);
+        let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*tensors.rows() });
         rows.check("keys", given.keys.elements(), shape)?;
         rows.check("values", given.values.elements(), shape)?;
         plan.check_rows(AttendTensors { queries: &given.queries, output: &given.output, lse: None })?;
@@ -103,13 +103,7 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
     pub fn launches(&self, layer: usize) -> Result<usize> {
-        Ok(self.part(layer)?.0.bound.plan().grids().count())
-    }
-
-    /// The part of a layer, and its place there.
-    fn part(&self, layer: usize) -> Result<(&WrittenPart<'_>, usize)> {
-        let LayerPlace { part, place } = self.layers.place(layer)?;
-        Ok((of_layer(&self.parts, part)?, place))
+        Ok(self.parts.of_layer(layer)?.0.class().plan().grids().count())
     }
 
     const fn tables(&self) -> &StepTables {

@@ -20,10 +20,10 @@ pub use top_k::TopKPlan;
 pub use words::Words;
 
 use super::device::{Tensor, Variant, buffers};
+use crate::Result;
 use crate::backend::{check_index, check_indices};
 use crate::plan::{ElementType, RowLayout};
 use crate::policy::HeadAggregation;
-use crate::{Error, Result};
 
 /// Every kernel variant that plans of this folder use. Variants that differ only in numbers appear once.
 pub(super) fn variants() -> Vec<Variant> {
@@ -71,7 +71,7 @@ fn check_reach(rows: &RowLayout, heads: usize, head_dim: usize) -> Result<()> {
     check_index("the elements of a tensor", needed)
 }
 
-/// Checks that `output` holds `expected` elements of the type `element_type`, in a buffer that kernels can write.
+/// Checks that `output` holds what a kernel writes, in a buffer that kernels can write.
 fn check_output(
     what: &'static str,
     output: &Tensor,
@@ -79,13 +79,6 @@ fn check_output(
     element_type: ElementType,
     limits: &wgpu::Limits,
 ) -> Result<()> {
-    if output.elements() != expected {
-        let (given, shape) = (output.elements(), "the result".into());
-        return Err(Error::Elements { what, given, expected, shape });
-    }
-    if output.element_type() != element_type {
-        let reason = format!("it holds {:?}, but the kernel writes {element_type:?}", output.element_type());
-        return Err(Error::Buffer { what, reason });
-    }
+    crate::backend::check_output(what, output, expected, element_type)?;
     output.check_aligned(what, limits)
 }

@@ -16,6 +16,7 @@ const TILE: usize = 2048;
 #[derive(Clone, Debug)]
 pub struct TokenScoresPlan {
     kv_heads: usize,
+    sums: usize,
     tables: ScoreTables,
 }
 
@@ -37,9 +38,10 @@ impl TokenScoresPlan {
     /// # Errors
     /// As [`ScoreRequest::check`]; [`Error::Limit`] when there are more scores than a 32-bit index can count.
     pub fn new(kv_heads: usize, request: &ScoreRequest<'_>) -> Result<Self> {
-        request.check(kv_heads.saturating_mul(request.tokens()), kv_heads)?;
-        check_index("the scores of all heads", kv_heads.saturating_mul(request.tokens()) as u64)?;
-        Ok(Self { kv_heads, tables: request.tables() })
+        let sums = request.sums(kv_heads);
+        request.check(sums, kv_heads)?;
+        check_index("the sums of all heads", sums as u64)?;
+        Ok(Self { kv_heads, sums, tables: request.tables() })
     }
 
     /// The kernel variants, for [`Kernels::prepare`].
@@ -47,8 +49,9 @@ impl TokenScoresPlan {
         vec![variant_of(&self.tables.constants)]
     }
 
-    /// Binds the f32 column sums to read and the f32 scores to write, both `[kv_heads, tokens]`, and a zeroed word for
-    /// every head. The kernel sets the word to the number of tokens from the first NaN sum to the end.
+    /// Binds the f32 column sums to read, `[kv_heads · group, tokens]`, the f32 scores to write, `[kv_heads, tokens]`,
+    /// and a zeroed word for every head. The kernel sets the word to the number of tokens from the first NaN sum to the
+    /// end.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Buffer`] when a buffer does not fit the plan, [`Error::Plan`] when the output
@@ -56,10 +59,10 @@ impl TokenScoresPlan {
     /// workgroups.
     pub fn bind(&self, kernels: &Kernels, sums: &Tensor, scores: &Tensor, not_numbers: &Words) -> Result<Launches> {
         let (tables, limits) = (&self.tables, kernels.device().limits());
-        let (elements, shape) = (self.kv_heads * tables.tokens, format!("[{}, {}]", self.kv_heads, tables.tokens));
-        if sums.elements() != elements {
-            let given = sums.elements();
-            return Err(Error::Elements { what: "column sums", given, expected: elements, shape });
+        let elements = self.kv_heads * tables.tokens;
+        if sums.elements() != self.sums {
+            let (given, expected, shape) = (sums.elements(), self.sums, format!("[heads, {}]", tables.tokens));
+            return Err(Error::Elements { what: "column sums", given, expected, shape });
         }
         if sums.element_type() != ElementType::F32 {
             return Err(Error::Buffer { what: "column sums", reason: "they must be f32".into() });
@@ -100,6 +103,8 @@ fn variant_of(constants: &[(&'static str, usize)]) -> Variant {
 
 /// Every variant that a plan uses. Those that differ only in numbers appear once.
 pub(super) fn variants() -> Vec<Variant> {
-    let of = |[weighing, pool, text]: [usize; 3]| variant_of(&[("WEIGHING", weighing), ("POOL", pool), ("TEXT", text)]);
-    [[0, 0, 0], [1, 1, 1], [0, 2, 2]].map(of).to_vec()
+    let of = |[weighing, pool, text, group]: [usize; 4]| {
+        variant_of(&[("WEIGHING", weighing), ("POOL", pool), ("TEXT", text), ("GROUP", group)])
+    };
+    [[0, 0, 0, 1], [1, 1, 1, 4], [0, 2, 2, 1]].map(of).to_vec()
 }

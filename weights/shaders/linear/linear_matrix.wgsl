@@ -10,29 +10,14 @@
 // In bounds: control flow around products depends on constants alone. Rows and outputs beyond the last take the last
 // again and are not written.
 
-// import codes = linear/codes/four.wgsl
-// import scales = linear/scales/half.wgsl
-// import unit = linear/unit/one.wgsl
-// import output = linear/output/f32.wgsl
-// import linear/weights.wgsl
+// import linear/matrices.wgsl
 
-alias Half4 = vec4<f16>;
-alias Left = coop_mat16x16<f16, A>;
-alias Right = coop_mat16x16<f16, B>;
-alias Sums = coop_mat16x16<f32, C>;
-
-const CHUNKS: u32 = 128u;
-const GROUP_CHUNKS: u32 = 4u;
-const GROUPS: u32 = CHUNKS / GROUP_CHUNKS;
-const OUTPUTS: u32 = 4096u;
 const PARTS: u32 = 1u;
 const ALL_CHUNKS: u32 = CHUNKS * PARTS;
 
 const TILE: u32 = 128u;
 // Rows of both tiles lie this many vectors of four halves apart, so that matrices are read from different banks.
 const STRIDE: u32 = 10u;
-// Columns of a block of sums lie this many numbers apart.
-const COLUMN: u32 = 20u;
 
 // [part][row][4 inputs]
 @group(0) @binding(2) var<storage, read> inputs: array<Half4>;

@@ -13,7 +13,9 @@ pub(super) static SOURCES: KernelSources = KernelSources {
         ("linear_tiles.cu", include_str!("../../cuda/linear_tiles.cu")),
         ("order_inputs.cu", include_str!("../../cuda/order_inputs.cu")),
         ("prepare_rows.cu", include_str!("../../cuda/prepare_rows.cu")),
-        ("warpgroup.cuh", include_str!("../../cuda/warpgroup.cuh")),
+        ("shared_memory.cuh", include_str!("../../cuda/shared_memory.cuh")),
+        ("tile.cuh", include_str!("../../cuda/tile.cuh")),
+        ("tile_sums.cuh", include_str!("../../cuda/tile_sums.cuh")),
     ],
 };
 

@@ -13,83 +13,92 @@ use super::sources::SOURCES;
 use crate::error::Result;
 use crate::stored::STEP;
 
-/// Threads of a block: one warpgroup that copies and dequantises, and two that multiply.
+/// Threads of a block: two warpgroups that dequantise and multiply, and one that copies.
 const THREADS: u32 = 384;
-/// Inputs of a step.
+/// Inputs of a step, outputs of a tile, and outputs whose codes lie together in a slot.
 const STEP_INPUTS: usize = 128;
-/// Slots of the rings of activations and weights, as linear_tiles.cu has them.
-const SLOTS: [usize; 2] = [3, 2];
-/// Shared memory of the barriers.
-const BARRIER_BYTES: usize = 128;
+const TILE_OUTPUTS: usize = 128;
+const STRIP_OUTPUTS: usize = 16;
+/// Shared memory of the slots, and of the barriers and what blocks of a tile agree on.
+const SLOTS_BYTES: usize = 222 << 10;
+const BARRIER_BYTES: usize = 256;
+/// Most slots. More of them do not copy earlier.
+const MOST_SLOTS: usize = 8;
+
 /// Whether the device has what the kernel needs.
 pub(super) fn has_tiles(facts: &DeviceFacts) -> bool {
-    facts.has_warpgroups() && facts.shared_bytes >= Tiles::LARGEST.shared_bytes()
+    facts.has_warpgroups() && facts.shared_bytes >= SLOTS_BYTES + BARRIER_BYTES
 }
 
 /// How a product is cut into tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tiles {
     rows: usize,
-    outputs: usize,
-    /// Blocks of a cluster with the same tile, which share the steps.
+    /// Blocks with the same tile, which share the steps.
     split: usize,
 }
 
-/// Nanoseconds that a step of a tile takes, for tiles of 128 and of 256 outputs and up to 64 or more rows, and what
-/// begins and ends a tile takes for each block that shares it. Measured on an H200.
-const STEP_NS: [[usize; 2]; 2] = [[1300, 1310], [1830, 2040]];
-const EDGE_NS: usize = 3000;
-
-/// Most blocks of a cluster that share the steps of a tile.
-const MOST_SPLIT: usize = 4;
+/// Rows of a tile, nanoseconds of a step, and nanoseconds that begin and end a tile with one block, two, or more.
+/// Measured on an H200.
+const SHAPES: [(usize, usize, [usize; 3]); 3] =
+    [(64, 800, [1000, 4500, 5500]), (128, 940, [1000, 4500, 5500]), (256, 1400, [1000, 4500, 8500])];
+/// Most blocks that share the steps of a tile.
+const MOST_SPLIT: usize = 8;
 
 impl Tiles {
-    const LARGEST: Self = Self { rows: 128, outputs: 256, split: 1 };
-
     /// The tiles of a product that take the shortest time. `steps` are those of a row of activations, with all of its
     /// parts.
     fn of(rows: usize, outputs: usize, steps: usize, multiprocessors: usize) -> Self {
-        let is_high = rows > 64;
-        let shapes = [128, 256].into_iter().flat_map(|outputs| (1..=MOST_SPLIT).map(move |split| (outputs, split)));
-        let tiles = shapes.map(|(outputs, split)| Self { rows: if is_high { 128 } else { 64 }, outputs, split });
-        // Blocks that share steps have one tile each.
-        let fits =
-            |tiles: &Self| tiles.split == 1 || tiles.split <= steps && tiles.turns(rows, outputs, multiprocessors) == 1;
-        let time = |tiles: &Self| {
-            let step = STEP_NS[usize::from(tiles.outputs == 256)][usize::from(is_high)];
-            tiles.turns(rows, outputs, multiprocessors) * (steps.div_ceil(tiles.split) * step + EDGE_NS * tiles.split)
+        let time = |tiles: &Self, step: usize, edges: [usize; 3]| {
+            let turns = (tiles.count(rows, outputs) * tiles.split).div_ceil(multiprocessors);
+            // Blocks that share steps have one tile each.
+            let fits = tiles.split == 1 || tiles.split <= steps && turns == 1;
+            fits.then(|| turns * (steps.div_ceil(tiles.split) * step + edges[tiles.split.min(3) - 1]))
         };
-        tiles.filter(fits).min_by_key(time).unwrap_or(Self::LARGEST)
+        let timed = SHAPES.into_iter().flat_map(|(rows, step, edges)| {
+            let tiles = (1..=MOST_SPLIT).map(move |split| Self { rows, split });
+            tiles.filter_map(move |tiles| Some((time(&tiles, step, edges)?, tiles)))
+        });
+        let shortest = timed.min_by_key(|&(time, _)| time);
+        shortest.map_or(Self { rows: SHAPES[0].0, split: 1 }, |(_, tiles)| tiles)
     }
 
     /// Tiles of a product.
     fn count(&self, rows: usize, outputs: usize) -> usize {
-        rows.div_ceil(self.rows) * outputs.div_ceil(self.outputs)
-    }
-
-    /// How often the device is filled with blocks.
-    fn turns(&self, rows: usize, outputs: usize, multiprocessors: usize) -> usize {
-        self.count(rows, outputs).div_ceil(clusters(multiprocessors, self.split))
-    }
-
-    const fn shared_bytes(&self) -> usize {
-        2 * STEP_INPUTS * (SLOTS[0] * self.rows + SLOTS[1] * self.outputs) + BARRIER_BYTES
+        rows.div_ceil(self.rows) * outputs.div_ceil(TILE_OUTPUTS)
     }
 
     /// Blocks of the grid.
     fn blocks(&self, rows: usize, outputs: usize, multiprocessors: usize) -> usize {
-        let tiles = self.count(rows, outputs);
-        if self.split > 1 { tiles * self.split } else { tiles.min(multiprocessors) }
+        (self.count(rows, outputs) * self.split).min(multiprocessors)
+    }
+
+    /// Blocks of a cluster. More than two blocks of a tile meet in memory, as fewer clusters of them fit on the device.
+    fn cluster(&self) -> usize {
+        if self.split == 2 { 2 } else { 1 }
+    }
+
+    /// Memory for the sums of blocks that meet there, and for how many of them have come to each part of a tile.
+    fn partial_bytes(&self, rows: usize, outputs: usize) -> Option<[usize; 2]> {
+        let blocks = self.count(rows, outputs) * self.split;
+        (self.split > 2).then(|| [blocks * self.rows * TILE_OUTPUTS, blocks].map(|words| words * size_of::<u32>()))
     }
 }
 
-/// Clusters that run at the same time. On an H200 there are 30 of four blocks, and fewer than 40 of three: not all
-/// multiprocessors are in whole threes or fours of one part of the chip.
-fn clusters(multiprocessors: usize, blocks: usize) -> usize {
-    match blocks {
-        1 | 2 => multiprocessors / blocks,
-        3 => multiprocessors / 4,
-        _ => multiprocessors * 10 / 11 / blocks,
+/// The ring of a block.
+#[derive(Clone, Copy, Debug)]
+struct Ring {
+    slots: usize,
+    bytes: usize,
+}
+
+impl Ring {
+    /// As many slots as fit. `strip_bytes` are the bytes of codes and scales of 16 outputs in a step.
+    fn new(tile_rows: usize, strip_bytes: usize) -> Self {
+        let step = 2 * STEP_INPUTS * tile_rows + TILE_OUTPUTS / STRIP_OUTPUTS * strip_bytes;
+        let slot = step.next_multiple_of(1024);
+        let slots = (SLOTS_BYTES / slot).min(MOST_SLOTS);
+        Self { slots, bytes: slots * slot + BARRIER_BYTES }
     }
 }
 
@@ -121,8 +130,10 @@ struct TilesCall {
     scales: u64,
     units: u64,
     outputs: u64,
+    partial: u64,
+    came: u64,
     rows: u32,
-    padding: [u32; 7],
+    padding: [u32; 3],
 }
 
 // SAFETY: Plain integers in the order of the kernels' struct.
@@ -154,14 +165,13 @@ impl Linear {
         let steps = self.chunks.div_ceil(STEP) * prepared.parts;
         let tiles = Tiles::of(rows, outputs, steps, facts.multiprocessors);
         let bytes = y.1.bytes();
+        let ring = Ring::new(tiles.rows, self.strip_bytes());
         let is_wide = (outputs * bytes).is_multiple_of(16) && y.0.is_multiple_of(16);
         let mut defines = self.defines();
         defines.extend([
             ("WARPGROUPS", 1),
             ("ROW_TILE", tiles.rows),
-            ("OUTPUT_TILE", tiles.outputs),
-            // Sharing activations took longer.
-            ("SHARE", 1),
+            ("SLOTS", ring.slots),
             ("SPLIT", tiles.split),
             ("PARTS", prepared.parts),
             ("UNITS", usize::from(prepared.launch.is_some())),
@@ -171,24 +181,40 @@ impl Linear {
         let program = Program { sources: &SOURCES, files: &["linear_tiles.cu"], defines };
         let name = "linear_tiles";
         let function = kernels.function(&program, name)?;
-        set_shared_bytes(&function, name, tiles.shared_bytes())?;
+        set_shared_bytes(&function, name, ring.bytes)?;
         let config = LaunchConfig {
             grid_dim: (tiles.blocks(rows, outputs, facts.multiprocessors) as u32, 1, 1),
             block_dim: (THREADS, 1, 1),
-            shared_mem_bytes: tiles.shared_bytes() as u32,
+            shared_mem_bytes: ring.bytes as u32,
         };
-        let cluster = tiles.split as u32;
+        let mut memory = prepared.memory;
+        let [mut partial, mut came] = [0; 2];
+        if let Some([sums, counts]) = tiles.partial_bytes(rows, outputs) {
+            let of = |what, bytes| Memory::zeroed(&self.stream, what, bytes);
+            let both = [of("sums of blocks", sums)?, of("counts of blocks", counts)?];
+            [partial, came] = [both[0].address(), both[1].address()];
+            memory.extend(both);
+        }
         let call = TilesCall {
             map: TensorMap::new(prepared.address, rows, prepared.columns, tiles.rows)?,
             codes: self.codes.address(),
             scales: self.scales.address(),
             units: prepared.units,
             outputs: y.0,
+            partial,
+            came,
             rows: rows as u32,
-            padding: [0; 7],
+            padding: [0; 3],
         };
-        let launch = KernelLaunch { name, function, config, cluster, overlaps: true };
-        Ok(BoundTiles { prepare: prepared.launch, product: (launch, call), _memory: prepared.memory })
+        let launch = KernelLaunch { name, function, config, cluster: tiles.cluster() as u32, overlaps: true };
+        Ok(BoundTiles { prepare: prepared.launch, product: (launch, call), _memory: memory })
+    }
+
+    /// Bytes of the codes and scales of 16 outputs in a slot. Layers in strips have one group a step.
+    fn strip_bytes(&self) -> usize {
+        let scales = if self.in_strips { STRIP_OUTPUTS } else { STRIP_OUTPUTS * STEP };
+        let scale_bytes = if self.has_single_scales { 8 } else { 4 };
+        STRIP_OUTPUTS * STEP * 4 * self.bits.count() as usize + scales * scale_bytes
     }
 
     /// f16 activations are read where they lie. Others become f16 with a power of two for each row.
@@ -255,22 +281,21 @@ mod tests {
     #[test]
     fn tiles_of_models() {
         let of = |rows, outputs, inputs| Tiles::of(rows, outputs, inputs / STEP_INPUTS, 132);
-        let tiles = |rows, outputs, split| Tiles { rows, outputs, split };
+        let tiles = |rows, split| Tiles { rows, split };
         for [outputs, inputs] in [[4096, 4096], [8192, 8192], [14336, 4096], [8192, 28672], [5120, 13824]] {
-            assert_eq!(of(4096, outputs, inputs), tiles(128, 256, 1));
+            assert_eq!(of(4096, outputs, inputs), tiles(256, 1));
         }
-        assert_eq!(of(256, 4096, 4096), tiles(128, 128, 2));
-        assert_eq!(of(256, 8192, 8192), tiles(128, 256, 2));
-        assert_eq!(of(256, 14336, 4096), tiles(128, 256, 1));
-        assert_eq!(of(256, 8192, 28672), tiles(128, 256, 2));
-        assert_eq!(of(256, 5120, 13824), tiles(128, 256, 2));
-        assert_eq!(of(64, 4096, 4096), tiles(64, 128, 3));
-        assert_eq!(of(64, 14336, 4096), tiles(64, 256, 2));
-        assert_eq!(of(64, 5120, 13824), tiles(64, 256, 4));
+        assert_eq!(of(256, 4096, 4096), tiles(128, 2));
+        assert_eq!(of(256, 8192, 8192), tiles(256, 2));
+        assert_eq!(of(256, 14336, 4096), tiles(256, 1));
+        assert_eq!(of(256, 8192, 28672), tiles(256, 2));
+        assert_eq!(of(256, 5120, 13824), tiles(256, 3));
+        assert_eq!(of(64, 5120, 13824), tiles(64, 3));
+        assert_eq!(of(64, 8192, 8192), tiles(64, 2));
     }
 
     #[test]
-    fn grids_hold_whole_clusters_that_run_at_once() {
+    fn blocks_that_share_a_tile_run_at_once() {
         for rows in [17, 64, 65, 256, 300, 4096] {
             for outputs in [1, 7, 256, 300, 4096, 5120, 8192, 14336, 151936] {
                 for steps in [1, 2, 3, 32, 64, 224] {
@@ -278,7 +303,20 @@ mod tests {
                     let blocks = tiles.blocks(rows, outputs, 132);
                     assert!(tiles.split <= steps && blocks.is_multiple_of(tiles.split));
                     assert!(blocks > 0 && blocks <= 132, "{rows} {outputs} {steps}: {tiles:?}");
-                    assert!(tiles.shared_bytes() <= 227 << 10);
+                }
+            }
+        }
+    }
+
+    /// The copies of a step run while another is multiplied, and half of the sums fit into the ring.
+    #[test]
+    fn every_ring_has_two_slots_and_fits() {
+        for (rows, ..) in SHAPES {
+            for bits in [2, 3, 4, 8] {
+                for scales in [64, 128, 256, 512] {
+                    let ring = Ring::new(rows, 256 * bits + scales);
+                    assert!(ring.slots >= 2 && ring.bytes <= 227 << 10, "{rows} rows, {bits} bits: {ring:?}");
+                    assert!(ring.bytes >= rows / 2 * TILE_OUTPUTS * size_of::<f32>());
                 }
             }
         }

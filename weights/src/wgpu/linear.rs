@@ -36,7 +36,9 @@ pub(super) struct InputOrder {
 }
 
 impl Linear {
-    /// Stores a layer on a device.
+    /// Stores a layer on a device. Products take cooperative matrices if the device was opened with them, as
+    /// `kvpack_device::wgpu::Requirements::of` does where wgpu's experimental features are allowed, and has those of the
+    /// kernels.
     ///
     /// # Errors
     /// [`Error::Format`](crate::Error::Format) for groups of very different sizes;
@@ -71,18 +73,8 @@ impl Linear {
             scales: of("the scales of a layer", scales)?,
             scales_file,
             order,
-            has_matrices: false,
+            has_matrices: multiplies_matrices(device),
         })
-    }
-
-    /// The same layer, multiplied by cooperative matrices where `device`, that of the layer, has them.
-    ///
-    /// No device has run these kernels yet: they only compile. So products take them only where this is asked for, and
-    /// are to be compared with others first.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn with_matrices(self, device: &wgpu::Device) -> Self {
-        Self { has_matrices: multiplies_matrices(device), ..self }
     }
 
     /// N and K.

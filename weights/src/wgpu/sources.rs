@@ -30,6 +30,7 @@ files![
     "linear/linear_matrix.wgsl",
     "linear/linear_rows_matrix.wgsl",
     "linear/linear_tiles.wgsl",
+    "linear/matrices.wgsl",
     "linear/octet.wgsl",
     "linear/order_inputs.wgsl",
     "linear/output/bf16.wgsl",

@@ -91,11 +91,24 @@ fn products_of_many_rows() {
     let on = device();
     many_row_cases().into_iter().for_each(|case| check(&on, case));
     for bits in Bits::ALL {
-        // In strips, by blocks that share steps. By blocks that share rows.
-        check(&on, Case { bits, outputs: 512, inputs: 4096, rows: 130, y: ElementType::F16, ..PLAIN });
+        let strips = Case { bits, outputs: 176, inputs: 4096, y: ElementType::F16, ..PLAIN };
+        // Tiles of 64, 128 and 256 rows, strips that fill no tile: two blocks that share steps, and eight.
+        let sizes =
+            [(20, 176), (50, 4112), (100, 4096), (130, 4096), (200, 512), (250, 6000), (300, 6000), (513, 4112)];
+        sizes.into_iter().for_each(|(rows, outputs)| check(&on, Case { rows, outputs, ..strips }));
+        // Outputs that begin at no multiple of 16 bytes, and other types.
+        check(&on, Case { rows: 90, outputs: 1000, inputs: 2048, y: ElementType::Bf16, ..strips });
+        check(&on, Case { rows: 40, x: ElementType::F32, y: ElementType::F32, inputs: 2176, ..strips });
+        check(&on, Case { rows: 40, x: ElementType::Bf16, scales: ScaleKind::Single, ..strips });
+        // Not in strips: groups of two steps, of half a step, and of a quarter.
+        for group in [256, 64, 32] {
+            check(&on, Case { group, rows: 260, outputs: 1040, inputs: 2048, ..strips });
+            check(&on, Case { group, rows: 60, scales: ScaleKind::Single, ..strips });
+        }
         check(&on, Case { bits, outputs: 2048, inputs: 256, rows: 1300, y: ElementType::Bf16, ..PLAIN });
     }
-    // More tiles than blocks, in bands.
+    // Three blocks that share 256 rows. More tiles than blocks.
+    check(&on, Case { outputs: 5120, inputs: 4096, rows: 256, y: ElementType::F16, ..PLAIN });
     check(&on, Case { outputs: 2048, inputs: 256, rows: 2100, ..PLAIN });
 }
 

@@ -33,7 +33,7 @@ fn device() -> Device {
     let name = adapter.get_info().name;
     assert!(name.contains(expected), "the adapter is '{name}'");
     let experimental = match std::env::var("KVPACK_PATH").as_deref() {
-        // SAFETY: A test, which finds out whether the kernels are right.
+        // SAFETY: A test, which finds out whether the kernels with matrices are right on this driver.
         Ok("matrices") => unsafe { wgpu::ExperimentalFeatures::enabled() },
         _ => wgpu::ExperimentalFeatures::disabled(),
     };
@@ -60,7 +60,7 @@ fn tensor(on: &Device, numbers: &[f32], element_type: ElementType) -> (Tensor, V
 
 /// A layer on the device. It takes the kernels with matrices where the device was opened with them.
 fn uploaded(on: &Device, quantized: &QuantizedLinear) -> Linear {
-    Linear::upload(&on.device, quantized).unwrap().with_matrices(&on.device)
+    Linear::upload(&on.device, quantized).unwrap()
 }
 
 fn run(on: &Device, bound: &BoundLinear, y: &Tensor) -> Vec<f32> {

@@ -20,7 +20,6 @@ impl<T> BoundClasses<T> {
     }
 
     /// The class in use, to change it.
-    #[cfg(feature = "wgpu")]
     pub(crate) fn newest_mut(&mut self) -> Option<&mut T> {
         self.kept.last_mut()
     }

@@ -1,16 +1,16 @@
-//! Checks that all backends that bind steps share.
+//! The layers of a step, which lie in its parts.
 
 use std::sync::Arc;
 
-use super::OpenStep;
-use crate::plan::{ElementType, RowLayout, WriteLayout};
+use crate::backend::OpenStep;
+use crate::plan::{RowLayout, WriteLayout};
 use crate::{Error, Result};
 
 /// Where a layer of a step lies: its part, and its place there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LayerPlace {
-    pub(crate) part: usize,
-    pub(crate) place: usize,
+struct LayerPlace {
+    part: usize,
+    place: usize,
 }
 
 /// The layers of all parts of a step, in the order of their indices in the model.
@@ -48,7 +48,7 @@ impl StepLayers {
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer.
-    pub(crate) fn place(&self, layer: usize) -> Result<LayerPlace> {
+    fn place(&self, layer: usize) -> Result<LayerPlace> {
         of_layer(&self.0, layer).copied()
     }
 
@@ -108,18 +108,39 @@ impl<S, F> OpenStep<'_, S, F> {
     }
 }
 
-/// Checks the tensors for the log-sum-exps of a step.
-///
-/// # Errors
-/// [`Error::Plan`] when there is not one for each layer, [`Error::Buffer`] when one is not f32.
-pub(crate) fn check_log_sum_exps(layers: usize, types: impl ExactSizeIterator<Item = ElementType>) -> Result<()> {
-    if types.len() != layers {
-        let reason = format!("log-sum-exps of {} layers for a step of {layers}", types.len());
-        return Err(Error::Plan { what: "step of a model", reason });
+/// What there is for every part of a step, by the layers of the step: counted over all parts, in the order of their
+/// indices in the model.
+#[derive(Clone, Debug)]
+pub(crate) struct ByPart<P> {
+    parts: Vec<P>,
+    layers: StepLayers,
+}
+
+impl<P> ByPart<P> {
+    /// What there is for the parts whose layers these are, in their order.
+    pub(crate) const fn new(parts: Vec<P>, layers: StepLayers) -> Self {
+        Self { parts, layers }
     }
-    match types.into_iter().find(|of| *of != ElementType::F32) {
-        None => Ok(()),
-        Some(of) => Err(Error::Buffer { what: "log-sum-exps", reason: format!("are {of:?}; they are f32") }),
+
+    /// Of all parts.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &P> {
+        self.parts.iter()
+    }
+
+    /// Of the part that a layer is in, and the place of the layer there.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer.
+    pub(crate) fn of_layer(&self, layer: usize) -> Result<(&P, usize)> {
+        let LayerPlace { part, place } = self.layers.place(layer)?;
+        Ok((of_layer(&self.parts, part)?, place))
+    }
+
+    /// Something else for the same parts.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn map<Q>(&self, of: impl FnMut(&P) -> Q) -> ByPart<Q> {
+        ByPart { parts: self.parts.iter().map(of).collect(), layers: self.layers.clone() }
     }
 }
 

@@ -1,16 +1,19 @@
 //! Kernels `attention_row_stats`, `attention_column_stats` and `sum_partials`.
 
-use super::stats_matrix::{self, MatrixCall, MatrixCut};
+mod passes;
+mod variants;
+
+pub(super) use variants::variants;
+
+use super::stats_matrix::MatrixCut;
 use super::words::Words;
-use super::{aggregation_constant, check_index, check_reach, queries_file, upload_call};
+use super::{check_index, check_output, check_reach};
 use crate::backend::{NewQueries, RowStatistics};
-use crate::format::{AttentionShape, HEAD_DIMS};
+use crate::format::AttentionShape;
 use crate::plan::{ElementType, RowLayout};
-use crate::policy::{ColumnRequest, HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
-use crate::wgpu::device::launch::{Launches, flat_grid};
-use crate::wgpu::device::{Capabilities, ElementBinding, Kernels, Launch, Tensor, Variant};
-use crate::wgpu::pack::rows_file;
-use crate::wgpu::planned::planned;
+use crate::policy::{ColumnRequest, QueryPositions, RowStatsSource, StatsRequest};
+use crate::wgpu::device::launch::Launches;
+use crate::wgpu::device::{Capabilities, Kernels, Tensor, Variant};
 use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
@@ -92,69 +95,6 @@ pub struct AttentionStats {
     pub column_sums: Tensor,
     /// `[query_heads, rows]`: the number of keys at or above the threshold; `None` if no count was requested.
     pub counts: Option<Words>,
-}
-
-/// `StatsCall` of `select/stats_call.wgsl`.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct StatsCall {
-    first_key: u32,
-    key_token_stride: u32,
-    key_head_stride: u32,
-    first_query: u32,
-    query_token_stride: u32,
-    query_head_stride: u32,
-    tokens: u32,
-    rows: u32,
-    kv_heads: u32,
-    group: u32,
-    part_tiles: u32,
-    first_lse: u32,
-    lse_row_stride: u32,
-    lse_head_stride: u32,
-    sum_stride: u32,
-    scale: f32,
-    log_threshold: f32,
-}
-
-/// `SumCall` of `select/sum_partials.wgsl`.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct SumCall {
-    rows: u32,
-    parts: u32,
-}
-
-/// What both passes read.
-struct StatsTensors<'a> {
-    query_rows: ElementBinding<'a>,
-    key_rows: ElementBinding<'a>,
-    /// Of queries and keys.
-    types: [ElementType; 2],
-    cut: Option<MatrixCut>,
-    call: wgpu::Buffer,
-    sum_call: wgpu::Buffer,
-    prepared: Option<(Tensor, Tensor)>,
-    parts: usize,
-    grid: [u32; 3],
-}
-
-impl StatsTensors<'_> {
-    /// The buffers that both measuring kernels read.
-    fn buffers(&self) -> Vec<(&'static str, wgpu::BufferBinding<'_>)> {
-        let call = ("call", self.call.as_entire_buffer_binding());
-        match &self.prepared {
-            Some((rows, units)) => {
-                vec![
-                    call,
-                    ("keys", self.key_rows.buffer.clone()),
-                    ("prepared", rows.binding()),
-                    ("units", units.binding()),
-                ]
-            }
-            None => vec![call, ("rows", self.key_rows.buffer.clone()), ("queries", self.query_rows.buffer.clone())],
-        }
-    }
 }
 
 impl AttentionStatsPlan {
@@ -302,7 +242,7 @@ impl AttentionStatsPlan {
         let all = match sums {
             Some(sums) => {
                 let limits = kernels.device().limits();
-                super::check_output("sums of a prompt", sums, new.sums(&columns), ElementType::F32, &limits)?;
+                check_output("sums of a prompt", sums, new.sums(&columns), ElementType::F32, &limits)?;
                 sums.clone()
             }
             None => Tensor::zeroed(kernels.device(), new.sums(&columns), ElementType::F32)?,
@@ -369,236 +309,11 @@ impl AttentionStatsPlan {
     }
 
     fn check_rows(&self, kernels: &Kernels, what: &'static str, rows: &Tensor) -> Result<()> {
-        super::check_output(what, rows, self.head_rows(), ElementType::F32, &kernels.device().limits())
-    }
-
-    /// What both passes read: the call and the tensors. Adds the launch that prepares query rows for matrices.
-    fn input<'a>(
-        &self,
-        kernels: &Kernels,
-        [queries, keys]: [&'a Tensor; 2],
-        launches: &mut Vec<Launch>,
-    ) -> Result<StatsTensors<'a>> {
-        let (shape, device) = (&self.shape, kernels.device());
-        let limits = device.limits();
-        let query_shape = AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())?;
-        self.queries.check("query rows", queries.elements(), &query_shape)?;
-        self.keys.check("keys", keys.elements(), shape)?;
-        let (query_rows, key_rows) = (queries.element_binding(&limits)?, keys.element_binding(&limits)?);
-        let types = [queries.element_type(), keys.element_type()];
-        let cut = self.uses_matrices(types[1]).filter(|_| stats_matrix::begins_at_vector(&key_rows));
-        let call = match &cut {
-            Some(cut) => upload_call(device, &self.matrix_call(cut, &key_rows, &query_rows), self.rows.positions())?,
-            None => upload_call(device, &self.call(&key_rows, &query_rows), self.rows.positions())?,
-        };
-        let (parts, grid) = match &cut {
-            Some(cut) => (cut.parts, cut.grid()),
-            None => (self.parts, [self.parts as u32, shape.kv_heads() as u32, 1]),
-        };
-        let sum_call = SumCall { rows: self.head_rows() as u32, parts: parts as u32 };
-        let sum_call = upload_call(device, &sum_call, &[])?;
-        let prepared = cut.map(|cut| cut.prepared(device, types[0])).transpose()?;
-        let input = StatsTensors { query_rows, key_rows, types, cut, call, sum_call, prepared, parts, grid };
-        if let (Some(cut), Some((rows, units))) = (&input.cut, &input.prepared) {
-            let buffers = [
-                ("call", input.call.as_entire_buffer_binding()),
-                ("queries", input.query_rows.buffer.clone()),
-                ("prepared", rows.binding()),
-                ("units", units.binding()),
-            ];
-            launches.push(planned(kernels, &cut.prepare_variant(types[0]), &buffers, cut.prepare_grid())?);
-        }
-        Ok(input)
-    }
-
-    /// Adds the launches that measure rows, and returns their results.
-    fn measure_rows(
-        &self,
-        kernels: &Kernels,
-        input: &StatsTensors<'_>,
-        launches: &mut Vec<Launch>,
-    ) -> Result<RowStatistics<Tensor>> {
-        let (device, head_rows) = (kernels.device(), self.head_rows());
-        let f32s = |elements| Tensor::zeroed(device, elements, ElementType::F32);
-        let partials = f32s(input.parts * head_rows * 2)?;
-        let (max, lse) = (f32s(head_rows)?, f32s(head_rows)?);
-        let [queries, keys] = input.types;
-        let variant = self.row_variant(input.cut.as_ref(), queries, keys);
-        let buffers = [input.buffers().as_slice(), &[("partials", partials.binding())]].concat();
-        launches.push(planned(kernels, &variant, &buffers, input.grid)?);
-        let buffers = [
-            ("call", input.sum_call.as_entire_buffer_binding()),
-            ("partials", partials.binding()),
-            ("row_max", max.binding()),
-            ("row_lse", lse.binding()),
-        ];
-        let grid = flat_grid(head_rows as u64, &device.limits())?;
-        launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_partials"), &buffers, grid)?);
-        Ok(RowStatistics { max, lse })
-    }
-
-    /// Adds the launches that measure columns, and returns their results: sums, and counts where they are requested.
-    fn measure_columns(
-        &self,
-        kernels: &Kernels,
-        input: &StatsTensors<'_>,
-        (lse, max): (&Tensor, Option<&Tensor>),
-        sums: Option<&Tensor>,
-        launches: &mut Vec<Launch>,
-    ) -> Result<(Tensor, Option<Words>)> {
-        let (shape, device, head_rows) = (&self.shape, kernels.device(), self.head_rows());
-        let rows = self.request.columns.aggregation.rows(shape.query_heads(), shape.kv_heads());
-        let column_sums = match sums {
-            Some(sums) => sums.clone(),
-            None => Tensor::zeroed(device, rows * self.rows.tokens(), ElementType::F32)?,
-        };
-        let counted = match (self.log_threshold, max) {
-            (Some(_), Some(max)) => {
-                let partials = Words::zeroed(device, "counts of parts", input.parts * head_rows)?;
-                Some((max, partials, Words::zeroed(device, "counts of rows", head_rows)?))
-            }
-            _ => None,
-        };
-        let mut buffers = input.buffers();
-        buffers.extend([("row_lse", lse.binding()), ("column_sums", column_sums.binding())]);
-        if let Some((max, partials, _)) = &counted {
-            buffers.extend([("row_max", max.binding()), ("count_partials", partials.binding())]);
-        }
-        let [queries, keys] = input.types;
-        let variant = self.column_variant(input.cut.as_ref(), queries, keys);
-        launches.push(planned(kernels, &variant, &buffers, input.grid)?);
-        let Some((_, partials, counts)) = counted else { return Ok((column_sums, None)) };
-        let buffers = [
-            ("call", input.sum_call.as_entire_buffer_binding()),
-            ("partials", partials.binding()),
-            ("counts", counts.binding()),
-        ];
-        let grid = flat_grid(head_rows as u64, &device.limits())?;
-        launches.push(planned(kernels, &Variant::new(&SHADERS, "sum_counts"), &buffers, grid)?);
-        Ok((column_sums, Some(counts)))
-    }
-
-    /// The cut with which cooperative matrices read keys of this type, if they can.
-    fn uses_matrices(&self, keys: ElementType) -> Option<MatrixCut> {
-        self.matrices.filter(|_| stats_matrix::reads_keys(keys, &self.keys))
-    }
-
-    fn matrix_call(&self, cut: &MatrixCut, keys: &ElementBinding<'_>, queries: &ElementBinding<'_>) -> MatrixCall {
-        let call = self.call(keys, queries);
-        MatrixCall {
-            first_key: stats_matrix::in_vectors(call.first_key),
-            key_token_stride: stats_matrix::in_vectors(call.key_token_stride),
-            key_head_stride: stats_matrix::in_vectors(call.key_head_stride),
-            first_query: call.first_query,
-            query_token_stride: call.query_token_stride,
-            query_head_stride: call.query_head_stride,
-            tokens: call.tokens,
-            rows: call.rows,
-            kv_heads: call.kv_heads,
-            group: call.group,
-            chunk_heads: cut.chunk_heads as u32,
-            chunk_rows: cut.chunk_rows as u32,
-            row_chunks: cut.row_chunks as u32,
-            chunks: cut.chunks as u32,
-            part_tiles: cut.part_tiles as u32,
-            scale: call.scale,
-            log_threshold: call.log_threshold,
-        }
-    }
-
-    fn call(&self, keys: &ElementBinding<'_>, queries: &ElementBinding<'_>) -> StatsCall {
-        let heads = self.shape.query_heads();
-        // Steps write [row][query_head], and `sum_partials` [query_head][row].
-        let (first_lse, lse_row_stride, lse_head_stride) = match (self.adding, self.request.rows) {
-            (Some(adding), RowStatsSource::KnownLse) => (adding.first_row * heads, heads, 1),
-            _ => (0, 1, self.rows.len()),
-        };
-        StatsCall {
-            first_key: keys.first_element,
-            key_token_stride: self.keys.token_stride as u32,
-            key_head_stride: self.keys.head_stride as u32,
-            first_query: queries.first_element,
-            query_token_stride: self.queries.token_stride as u32,
-            query_head_stride: self.queries.head_stride as u32,
-            tokens: self.rows.tokens() as u32,
-            rows: self.rows.len() as u32,
-            kv_heads: self.shape.kv_heads() as u32,
-            group: self.shape.group() as u32,
-            part_tiles: self.part_tiles as u32,
-            first_lse: first_lse as u32,
-            lse_row_stride: lse_row_stride as u32,
-            lse_head_stride: lse_head_stride as u32,
-            sum_stride: self.adding.map_or(self.rows.tokens(), |adding| adding.tokens) as u32,
-            scale: 1.0 / (self.shape.head_dim() as f32).sqrt(),
-            log_threshold: self.log_threshold.unwrap_or(0.0),
-        }
-    }
-
-    fn row_variant(&self, cut: Option<&MatrixCut>, queries: ElementType, keys: ElementType) -> Variant {
-        match cut {
-            Some(cut) => cut.row_variant(queries),
-            None => row_variant(self.shape.head_dim(), queries, keys),
-        }
-    }
-
-    fn column_variant(&self, cut: Option<&MatrixCut>, queries: ElementType, keys: ElementType) -> Variant {
-        let (aggregation, counting) = (self.request.columns.aggregation, self.log_threshold.is_some());
-        match cut {
-            Some(cut) => cut.column_variant(queries, aggregation, counting),
-            None => {
-                let variant = column_variant(self.shape.head_dim(), aggregation, counting, queries, keys);
-                if self.adding.is_some() { adding(variant) } else { variant }
-            }
-        }
+        check_output(what, rows, self.head_rows(), ElementType::F32, &kernels.device().limits())
     }
 }
 
 /// Maximum number of parts of the keys.
 fn most_parts(shape: &AttentionShape, rows: &QueryPositions) -> usize {
     PARTIAL_BYTES / (8 * rows.len() * shape.query_heads())
-}
-
-fn row_variant(head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
-    typed(Variant::new(&SHADERS, "attention_row_stats"), head_dim, queries, keys)
-}
-
-fn column_variant(
-    head_dim: usize,
-    aggregation: HeadAggregation,
-    counting: bool,
-    queries: ElementType,
-    keys: ElementType,
-) -> Variant {
-    let variant = typed(Variant::new(&SHADERS, "attention_column_stats"), head_dim, queries, keys);
-    let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
-    if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
-}
-
-/// The same that adds to what is there.
-fn adding(variant: Variant) -> Variant {
-    variant.constant("ADDS", 1)
-}
-
-fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
-    variant.constant("HEAD_DIM", head_dim).import("rows", rows_file(keys)).import("queries", queries_file(queries))
-}
-
-/// Every variant that a plan uses.
-pub(super) fn variants() -> Vec<Variant> {
-    let mut found = vec![Variant::new(&SHADERS, "sum_partials"), Variant::new(&SHADERS, "sum_counts")];
-    for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {
-        for (j, keys) in ElementType::ALL.into_iter().enumerate() {
-            let queries = ElementType::ALL[(i + j) % 3];
-            found.push(row_variant(head_dim, queries, keys));
-            for (k, aggregation) in HeadAggregation::ALL.into_iter().enumerate() {
-                let counting = (i + j + k) % 2 == 0;
-                let variant = column_variant(head_dim, aggregation, counting, queries, keys);
-                if keys == ElementType::F32 {
-                    found.push(adding(variant.clone()));
-                }
-                found.push(variant);
-            }
-        }
-    }
-    found
 }

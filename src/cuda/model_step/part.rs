@@ -1,0 +1,153 @@
+//! What is bound for a part of a step: layers that share their page tables.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use crate::Result;
+use crate::backend::{BoundClass, BoundPart, BoundParts, OpenStep, StepTensors, of_layer};
+use crate::cuda::attend::attend_step::AttendStep;
+use crate::cuda::attend::launch::BoundAttendStep;
+use crate::cuda::attend::model_tables::ModelTables;
+use crate::cuda::attend::scratch::{AttendScratch, Sizing};
+use crate::cuda::backend::Cuda;
+use crate::cuda::device::store::Store;
+use crate::cuda::device::tensor::Tensor;
+use crate::cuda::pack::non_finite_flags::NonFiniteFlags;
+use crate::cuda::pack::store_step::{BoundStoreStep, StoreStep};
+use crate::cuda::pack::write_memory::WriteMemory;
+use crate::plan::WriteTable;
+
+/// The resources that all steps of one class use in a part. Scratch memory and the memory of the step's table are
+/// shared with other classes, and scratch memory with other parts.
+#[derive(Debug)]
+pub(in crate::cuda) struct PartClass {
+    number: u64,
+    /// Whether its launches compute centres.
+    begins: bool,
+    /// Whether attention may overlap with the storing kernels.
+    beside: bool,
+    table: WriteMemory,
+    plan: AttendStep,
+    scratch: AttendScratch,
+    tables: ModelTables,
+    launches: Arc<ModelLaunches>,
+}
+
+/// The launches of all layers, with all memory that they read and write.
+#[derive(Debug)]
+pub(in crate::cuda) struct ModelLaunches {
+    stores: Vec<BoundStoreStep>,
+    attention: Vec<BoundAttendStep>,
+}
+
+impl ModelLaunches {
+    /// Those that store in a layer, by its place in the part.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
+    pub(in crate::cuda) fn store(&self, place: usize) -> Result<&BoundStoreStep> {
+        of_layer(&self.stores, place)
+    }
+
+    /// Those that attend in a layer, by its place in the part.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) when there is no such layer.
+    pub(in crate::cuda) fn attention(&self, place: usize) -> Result<&BoundAttendStep> {
+        of_layer(&self.attention, place)
+    }
+
+    /// Whether some layer has queries that see no token.
+    pub(in crate::cuda) fn write_unseen_rows(&self) -> bool {
+        self.attention.iter().any(BoundAttendStep::writes_unseen_rows)
+    }
+}
+
+/// A step of a part.
+#[derive(Debug)]
+pub(in crate::cuda) struct PlannedPart {
+    pub(super) plan: AttendStep,
+    /// Whether a sequence of a centred recipe begins with it.
+    pub(super) begins: bool,
+}
+
+impl BoundClass for PartClass {
+    type Planned = PlannedPart;
+
+    fn serves(&self, planned: &PlannedPart) -> bool {
+        self.begins == planned.begins && planned.plan.is_bound_like(&self.plan)
+    }
+
+    fn take_on(&mut self, planned: PlannedPart) {
+        self.plan = planned.plan;
+    }
+}
+
+impl PartClass {
+    /// Binds a class of a part, whose layers are these of the step.
+    ///
+    /// # Errors
+    /// Those of memory, and of kernels that are compiled.
+    pub(super) fn bind(
+        (backend, tensors): (&Cuda, &StepTensors<Tensor>),
+        (part, layers): (&OpenStep<'_, Store, NonFiniteFlags>, &[usize]),
+        PlannedPart { plan, begins }: PlannedPart,
+        (others, number): (&BoundParts<Self>, u64),
+    ) -> Result<Self> {
+        let layout = part.table.layout();
+        let table = match others.of(layers[0]).find(|bound| bound.is_over(part)) {
+            Some(bound) => bound.class.table.clone(),
+            None => WriteMemory::new(backend.stream(), layout)?,
+        };
+        // Steps and layers run in the order of the stream, so they may share scratch.
+        let sizes = plan.sizes(Sizing::Classes);
+        let holds = |bound: &&BoundPart<Self>| bound.class.scratch.holds(&sizes);
+        let scratch = match others.iter().find(holds) {
+            Some(bound) => bound.class.scratch.clone(),
+            None => AttendScratch::new(backend.stream(), &sizes)?,
+        };
+        let tables = ModelTables::new(backend, &plan, &part.stores, layout.shape().query_heads())?;
+        let pack = StoreStep::new(layout);
+        // A row of queries for every token. Steps that share the bindings have as many rows, or some fewer.
+        let room = (Sizing::Classes.of(plan.rows()), begins);
+        let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
+        for (place, (&layer, stores)) in layers.iter().zip(&part.stores).enumerate() {
+            let input = tensors.stored(layer, part.flags, part.layers[place]);
+            launches.stores.push(pack.bind_with_room(backend, stores, &table, input, room)?);
+            let attended = tensors.attended(layer);
+            launches.attention.push(plan.bind_to(backend, stores, attended, &scratch, &tables.of_layer(place))?);
+        }
+        let beside = plan.begins_beside_storing(backend.kernels().facts())
+            && launches.stores.iter().all(BoundStoreStep::appends);
+        Ok(Self { number, begins, beside, table, plan, scratch, tables, launches: Arc::new(launches) })
+    }
+
+    /// Queues the tables of a step that it serves.
+    ///
+    /// # Errors
+    /// Errors of the driver from a copy.
+    pub(super) fn write(&mut self, stream: &Arc<CudaStream>, table: &WriteTable) -> Result<()> {
+        self.table.write(stream, table)?;
+        self.tables.write(&self.plan, self.beside.then_some(table))
+    }
+
+    /// Its number, which no other class has.
+    pub(super) const fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Whether attention may overlap with the storing kernels.
+    pub(in crate::cuda) const fn beside(&self) -> bool {
+        self.beside
+    }
+
+    /// The step that it serves.
+    pub(in crate::cuda) const fn plan(&self) -> &AttendStep {
+        &self.plan
+    }
+
+    pub(in crate::cuda) const fn launches(&self) -> &Arc<ModelLaunches> {
+        &self.launches
+    }
+}

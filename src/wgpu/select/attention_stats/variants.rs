@@ -1,0 +1,76 @@
+//! The kernel variants of attention statistics.
+
+use super::AttentionStatsPlan;
+use crate::format::HEAD_DIMS;
+use crate::plan::ElementType;
+use crate::policy::HeadAggregation;
+use crate::wgpu::device::Variant;
+use crate::wgpu::pack::rows_file;
+use crate::wgpu::select::stats_matrix::MatrixCut;
+use crate::wgpu::select::{aggregation_constant, queries_file};
+use crate::wgpu::sources::SHADERS;
+
+impl AttentionStatsPlan {
+    pub(super) fn row_variant(&self, cut: Option<&MatrixCut>, queries: ElementType, keys: ElementType) -> Variant {
+        match cut {
+            Some(cut) => cut.row_variant(queries),
+            None => row_variant(self.shape.head_dim(), queries, keys),
+        }
+    }
+
+    pub(super) fn column_variant(&self, cut: Option<&MatrixCut>, queries: ElementType, keys: ElementType) -> Variant {
+        let (aggregation, counting) = (self.request.columns.aggregation, self.log_threshold.is_some());
+        match cut {
+            Some(cut) => cut.column_variant(queries, aggregation, counting),
+            None => {
+                let variant = column_variant(self.shape.head_dim(), aggregation, counting, queries, keys);
+                if self.adding.is_some() { adding(variant) } else { variant }
+            }
+        }
+    }
+}
+
+fn row_variant(head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
+    typed(Variant::new(&SHADERS, "attention_row_stats"), head_dim, queries, keys)
+}
+
+fn column_variant(
+    head_dim: usize,
+    aggregation: HeadAggregation,
+    counting: bool,
+    queries: ElementType,
+    keys: ElementType,
+) -> Variant {
+    let variant = typed(Variant::new(&SHADERS, "attention_column_stats"), head_dim, queries, keys);
+    let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
+    if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
+}
+
+/// The same that adds to what is there.
+fn adding(variant: Variant) -> Variant {
+    variant.constant("ADDS", 1)
+}
+
+fn typed(variant: Variant, head_dim: usize, queries: ElementType, keys: ElementType) -> Variant {
+    variant.constant("HEAD_DIM", head_dim).import("rows", rows_file(keys)).import("queries", queries_file(queries))
+}
+
+/// Every variant that a plan uses.
+pub(in crate::wgpu::select) fn variants() -> Vec<Variant> {
+    let mut found = vec![Variant::new(&SHADERS, "sum_partials"), Variant::new(&SHADERS, "sum_counts")];
+    for (i, head_dim) in HEAD_DIMS.into_iter().enumerate() {
+        for (j, keys) in ElementType::ALL.into_iter().enumerate() {
+            let queries = ElementType::ALL[(i + j) % 3];
+            found.push(row_variant(head_dim, queries, keys));
+            for (k, aggregation) in HeadAggregation::ALL.into_iter().enumerate() {
+                let counting = (i + j + k) % 2 == 0;
+                let variant = column_variant(head_dim, aggregation, counting, queries, keys);
+                if keys == ElementType::F32 {
+                    found.push(adding(variant.clone()));
+                }
+                found.push(variant);
+            }
+        }
+    }
+    found
+}

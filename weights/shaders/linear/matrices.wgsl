@@ -1,0 +1,20 @@
+// What the kernels with cooperative matrices have in common.
+
+// import codes = linear/codes/four.wgsl
+// import scales = linear/scales/half.wgsl
+// import unit = linear/unit/one.wgsl
+// import output = linear/output/f32.wgsl
+// import linear/weights.wgsl
+
+alias Half4 = vec4<f16>;
+alias Left = coop_mat16x16<f16, A>;
+alias Right = coop_mat16x16<f16, B>;
+alias Sums = coop_mat16x16<f32, C>;
+
+const CHUNKS: u32 = 128u;
+const GROUP_CHUNKS: u32 = 4u;
+const GROUPS: u32 = CHUNKS / GROUP_CHUNKS;
+const OUTPUTS: u32 = 4096u;
+
+// Columns of a block of sums lie this many numbers apart.
+const COLUMN: u32 = 20u;
