@@ -3,17 +3,17 @@
 // Compiled behind linear.cu. A strip has 16 outputs, a step 128 inputs, which are one group.
 //
 // Weights are the rows of MMAs of 16 × 8 × 16: lane 4 · r + t of a warp has chunk t of a step for the outputs r and
-// r + 8 of a strip, and its 16 pairs of codes are its part of eight MMAs. A masked pair of codes is two f16 numbers below
-// the least normal one, f · code · 2^-24. So codes enter the MMAs without arithmetic, pairs of the same f go to the same
-// sums, and a step adds scale · (Σ x · code - zero · Σ x) to its outputs, in units of 2^-24.
+// r + 8 of a strip, and its 16 pairs of codes are its part of eight MMAs. A masked pair of codes is two f16 numbers
+// below the least normal one, f · code · 2^-24. So codes enter the MMAs without arithmetic, pairs of the same f go to
+// the same sums, and a step adds scale · (Σ x · code - zero · Σ x) to its outputs, in units of 2^-24.
 //
 // Weights stream through rings in shared memory, one of each warp. Activations stay in registers while a warp goes
-// through the strips of its cluster. The blocks of a cluster share the steps, and each adds the sums of both for half of
-// the strips. Sums are f32 and run in a fixed order.
+// through the strips of its cluster. The blocks of a cluster share the steps, and each adds the sums of both for half
+// of the strips. Sums are f32 and run in a fixed order.
 //
-// Macros beside those of linear.cu: WARPS, CLUSTER (blocks of a cluster, 1 or 2), GRID (clusters), TOGETHER (steps whose
-// activations a warp holds), AHEAD (strips of a ring), WINDOW and BUFFERS (strips whose sums are added together; 2 if a
-// cluster has more strips than that).
+// Macros beside those of linear.cu: WARPS, CLUSTER (blocks of a cluster, 1 or 2), GRID (clusters), TOGETHER (steps
+// whose activations a warp holds), AHEAD (strips of a ring), WINDOW and BUFFERS (strips whose sums are added together;
+// 2 if a cluster has more strips than that).
 
 // A step is four chunks, a strip 16 outputs. A cluster takes strips, the warps of its blocks take shares of the steps.
 constexpr u32 STEPS = CHUNKS / 4;

@@ -26,8 +26,8 @@ pub(super) fn has_kernel(facts: &DeviceFacts, bits: Bits, stored: &Stored, shape
     fits && whole && bits != Bits::Eight && stored.group_chunks == STEP
 }
 
-/// Puts the chunks and scales of a layer, `[n][chunk][b]` and `[n][group]`, in the order `[strip][step][n][chunk][b]` and
-/// `[strip][group][n]`.
+/// Puts the chunks and scales of a layer, `[n][chunk][b]` and `[n][group]`, in the order `[strip][step][n][chunk][b]`
+/// and `[strip][group][n]`.
 pub(super) fn reorder(stored: &mut Stored, bits: Bits) {
     let (chunks, steps) = (stored.chunks, stored.chunks / STEP);
     stored.codes = strips_of(&stored.codes, steps, STEP * bits.count() as usize);
