@@ -69,17 +69,40 @@ def throughput(name):
     return table(header, lines)
 
 
-def policy(name):
-    """What keeping fewer tokens costs and brings."""
+def budgets(names):
+    """Budgets one below the other: 1 bit against f16."""
     lines = []
-    for row in sorted(rows_of(name), key=lambda row: (row["tokens"], row["batch"])):
+    for name in names:
+        report = json.loads((FOLDER / f"{name}.json").read_text())
+        first, last = report["rows"][0], report["rows"][-1]
+        kernels = first["same_batch_ms"] / last["same_batch_ms"]
+        decoded = last["decoded_per_second"] / first["decoded_per_second"]
+        budget = int(report["model"].split(", ")[-1].split()[0]) // 1024
+        lines.append([
+            f"{budget} GiB", str(first["batch"]), number(first["step_ms"]), str(last["batch"]), number(last["step_ms"]),
+            f"{last['decoded_per_second']:.0f}", number(decoded), number(kernels), number(decoded / kernels),
+            number(last["tokens_per_second"] / first["tokens_per_second"]),
+        ])  # fmt: skip
+    header = ["cache", "f16 batch", "step ms", "1 bit batch", "step ms", "decoded tokens/s", "×", "of kernels",
+              "of the batch", "whole queue ×"]  # fmt: skip
+    return table(header, lines)
+
+
+def policy(name):
+    """What keeping fewer tokens costs and brings, and against candle's own attention where that was measured."""
+    lines = []
+    rows = sorted(rows_of(name), key=lambda row: (row["tokens"], row["batch"]))
+    own = {(row["batch"], row["tokens"]): row["end_to_end"] for row in rows if row["recipe"] == "candle"}
+    for row in rows:
+        of_candle = own.get((row["batch"], row["tokens"]))
         lines.append([
             f"{row['batch']} × {row['tokens']}", f"`{row['recipe']}`", number(row["step_ms"]), number(row["attention_ms"]),
             number(row["decode"]), number(row["cache_mib"], 0), number(row["statistics_ms"], 1),
             number(row["compress_ms"], 1), f"{100 * row['overhead']:.1f} %", number(row["end_to_end"]),
+            *([number(row["end_to_end"] / of_candle if of_candle else None)] if own else []),
         ])  # fmt: skip
     header = ["batch × tokens", "recipe", "step ms", "attention", "×", "cache MiB", "statistics ms", "compress ms",
-              "overhead", "end to end ×"]  # fmt: skip
+              "overhead", "end to end ×", *(["of candle's ×"] if own else [])]  # fmt: skip
     return table(header, lines)
 
 
@@ -102,7 +125,9 @@ def tables():
     yield rates("decode-smollm2", batches, [1024, 4096, 8000])
     yield parts("decode-smollm2", [(1, 1024), (64, 8000)], some)
     yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g", "20g-w4"))
-    yield from (policy(name) for name in ("latency-7b", "latency-7b-w4", "latency-8b", "lookm-13b"))
+    yield budgets([f"throughput-7b-{budget}" for budget in ("10g", "20g", "40g")])
+    policies = ("latency-7b", "latency-7b-w4", "latency-7b-32k-w4", "latency-8b", "lookm-13b")
+    yield from (policy(name) for name in policies)
     yield context("context-7b")
 
 

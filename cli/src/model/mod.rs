@@ -22,11 +22,14 @@ mod calibrate;
 mod config;
 mod dense_prompt;
 mod error;
+mod fused;
 mod header;
+mod layer;
 mod packed;
 mod projections;
 mod quantized;
 mod recompress;
+mod rotation;
 #[cfg(test)]
 pub mod tiny;
 mod tokenizer;
@@ -40,11 +43,13 @@ pub use config::{Activation, Config, LocalLayers, RopePairs};
 pub use dense_prompt::DensePrompt;
 pub use error::ModelError;
 
+pub use fused::Fused;
 pub use packed::PackedAttention;
 pub use projections::Projection;
 pub use quantized::QuantizedModel;
+pub use rotation::Inputs;
 pub use tokenizer::Tokenizer;
-pub use transformer::{Fused, Inputs, Model};
+pub use transformer::Model;
 pub use weights::{Linear, Product};
 
 /// Tokens of one forward pass over a text: a tile, so that chunks end where tiles do.

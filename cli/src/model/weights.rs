@@ -28,6 +28,8 @@ enum Weight {
     Dense { weight: Tensor, codes: Option<Box<QuantizedLinear>> },
     /// In a form of its device.
     Stored(Box<dyn Product>),
+    /// Rows of another layer, which multiplies for this one as well.
+    Joined,
 }
 
 /// A weight in a form of its device, for example in codes.
@@ -166,6 +168,7 @@ impl Linear {
         match &self.weight {
             Weight::Dense { weight, .. } => Ok(weight),
             Weight::Stored(_) => candle_core::bail!("the weight is in a form of its device; read the model again"),
+            Weight::Joined => candle_core::bail!("the weight is part of a joined projection; read the model again"),
         }
     }
 
@@ -173,8 +176,36 @@ impl Linear {
     pub fn codes(&self) -> Option<&QuantizedLinear> {
         match &self.weight {
             Weight::Dense { codes, .. } => codes.as_deref(),
-            Weight::Stored(_) => None,
+            Weight::Stored(_) | Weight::Joined => None,
         }
+    }
+
+    /// Layers with the same inputs as one, whose outputs follow each other. They give up their weights. `None`, and
+    /// nothing is changed, unless all are dense, without codes, and all or none have a bias.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn joined(parts: &mut [&mut Self]) -> candle_core::Result<Option<Self>> {
+        let dense = |part: &&mut Self| match &part.weight {
+            Weight::Dense { weight, codes: None } => Some(weight.clone()),
+            _ => None,
+        };
+        let weights: Option<Vec<Tensor>> = parts.iter().map(dense).collect();
+        let biases: Vec<Tensor> = parts.iter().filter_map(|part| part.bias.clone()).collect();
+        let Some(weights) = weights.filter(|_| biases.is_empty() || biases.len() == parts.len()) else {
+            return Ok(None);
+        };
+        let bias = if biases.is_empty() { None } else { Some(Tensor::cat(&biases, 0)?) };
+        let joined = Self::new(Tensor::cat(&weights, 0)?, bias);
+        for part in parts {
+            (part.weight, part.bias) = (Weight::Joined, None);
+        }
+        Ok(Some(joined))
+    }
+
+    /// True if another layer multiplies for this one.
+    pub fn is_joined(&self) -> bool {
+        matches!(self.weight, Weight::Joined)
     }
 
     /// True if a bias is added.
@@ -208,7 +239,7 @@ impl Linear {
         let moved = |tensor: &Tensor| tensor.to_device(device)?.to_dtype(dtype);
         let weight = match self.weight {
             Weight::Dense { weight, codes } => Weight::Dense { weight: moved(&weight)?, codes },
-            stored => stored,
+            stays => stays,
         };
         Ok(Self { weight, bias: self.bias.as_ref().map(moved).transpose()? })
     }
@@ -218,6 +249,7 @@ impl Linear {
         let product = match &self.weight {
             Weight::Dense { weight, .. } => x.matmul(&weight.t()?)?,
             Weight::Stored(stored) => stored.product(x)?,
+            Weight::Joined => candle_core::bail!("another layer multiplies for this one"),
         };
         match &self.bias {
             Some(bias) => product.broadcast_add(bias),

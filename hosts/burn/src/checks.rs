@@ -4,12 +4,11 @@
 use std::time::Duration;
 
 use burn::tensor::Device;
-use kvpack::cache::{Budget, Growth, ModelCache, TokenRun};
+use kvpack::cache::{Budget, Growth, ModelCache};
 use kvpack::cpu::nmse;
 use kvpack::wgpu::Wgpu;
-use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, PARTS, RECIPES, Tiny};
-use kvpack_serving::{Batch, BatchRun, Figures, Prompt, Request, Scheduler, Settings};
-use pollster::block_on;
+use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, RECIPES, Tiny};
+use kvpack_serving::{Figures, Prompt, Request, Scheduler, Settings};
 
 use crate::Result;
 use crate::decoder::Decoder;
@@ -41,7 +40,9 @@ pub fn logits(device: &Device, backend: &Wgpu) -> Result<bool> {
         for recipe in recipes {
             let largest = if *recipe == "f16" { LARGEST } else { LARGEST_PACKED };
             let mut cache = cache(backend, family, recipe, 1)?;
-            let given = last_logits(&mut host, &mut cache)?;
+            let given = tiny::last_logits(&mut cache, |cache, batch| -> Result<Vec<f32>> {
+                host.logits(cache, batch)?.pop().ok_or_else(|| "the model returned no logits".into())
+            })?;
             let expected: Vec<f64> = expected[family][*recipe].iter().map(|&x| f64::from(x)).collect();
             let error = nmse(&given, &expected);
             let close = error <= largest;
@@ -53,21 +54,6 @@ pub fn logits(device: &Device, backend: &Wgpu) -> Result<bool> {
         }
     }
     Ok(passed)
-}
-
-fn last_logits(host: &mut Host, cache: &mut ModelCache<Wgpu>) -> Result<Vec<f32>> {
-    let (tokens, mut start, mut last) = (tiny::prompt(), 0, Vec::new());
-    for part in PARTS {
-        let run = if part == 1 { TokenRun::decode(0) } else { TokenRun::prompt(0, part) };
-        let tokens = tokens[start..start + part].to_vec();
-        let batch = Batch::new(vec![BatchRun { request: 0, run, start, tokens, answers: true }]);
-        block_on(cache.reserve_for_append(&[run]))?;
-        cache.begin_append(&[run])?;
-        last = host.logits(cache, &batch)?;
-        cache.commit()?;
-        start += part;
-    }
-    last.pop().ok_or_else(|| "the model returned no logits".into())
 }
 
 /// Eight requests, the prompts of which begin alike.

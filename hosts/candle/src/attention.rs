@@ -11,7 +11,7 @@ use kvpack_cli::{Attention, Chunk, Inputs, Model, Product, softmax};
 use kvpack_weights::QuantizedLinear;
 use pollster::block_on;
 
-use crate::rig::Rig;
+use crate::rig::{Arriving, Rig};
 use crate::weights::CpuProduct;
 
 /// What a step computes: the layers of a model, or what stands for them, with the attention that it is given.
@@ -53,7 +53,7 @@ pub trait Steps<B: Backend> {
         Ok(())
     }
 
-    /// Milliseconds that the device spent on the last replayed step, if it was replayed. Waits for it.
+    /// Milliseconds that the device spent on the oldest step not asked for yet, if it was replayed. Waits for it.
     fn replayed_ms(&mut self) -> Option<f64> {
         None
     }
@@ -99,7 +99,7 @@ impl Rig for CpuRig {
     }
 
     fn on_device(&self, model: Model, _: DType) -> Result<Model> {
-        Ok(model)
+        model.joined()
     }
 
     fn product(&self, linear: &QuantizedLinear) -> Result<Box<dyn Product>> {
@@ -108,6 +108,11 @@ impl Rig for CpuRig {
 
     fn steps(&self, _: &Model, _: usize, _: usize) -> Result<CpuSteps> {
         Ok(CpuSteps)
+    }
+
+    fn bring(&self, tokens: &Tensor) -> Result<Arriving> {
+        let tokens = tokens.to_vec1()?;
+        Ok(Box::new(|| Ok(tokens)))
     }
 
     fn softmax(&self, scores: &Tensor) -> Result<Tensor> {

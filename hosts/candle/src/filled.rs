@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::attention::Steps;
 use crate::host::Host;
-use crate::own::largest;
-use crate::rig::Rig;
+use crate::own::largest_on_device;
+use crate::rig::{Arriving, Rig};
 
 /// What a step of decoding takes, the middle of several.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -92,28 +92,16 @@ pub fn filled<R: Rig>(
     Ok(cache)
 }
 
-/// The next token of every sequence of a cache.
-fn batch<B: Backend>(cache: &ModelCache<B>, tokens: &[u32]) -> Result<Batch> {
-    let of = |(sequence, &token): (usize, &u32)| -> Result<BatchRun> {
+/// A token of every sequence of a cache. Which ones, the device knows.
+fn batch<B: Backend>(cache: &ModelCache<B>) -> Result<Batch> {
+    let of = |sequence| -> Result<BatchRun> {
         let (run, start) = (TokenRun::decode(sequence), cache.length(sequence)?);
-        Ok(BatchRun { request: sequence, run, start, tokens: vec![token], answers: true })
+        Ok(BatchRun { request: sequence, run, start, tokens: vec![0], answers: true })
     };
-    Ok(Batch::new(tokens.iter().enumerate().map(of).collect::<Result<_>>()?))
+    Ok(Batch::new((0..cache.sequences()).map(of).collect::<Result<_>>()?))
 }
 
-/// A step of decoding for every sequence: their next tokens.
-///
-/// # Errors
-/// What the model, the cache or the device report.
-pub fn step<B: Backend, S: Steps<B>>(
-    host: &mut Host<S>,
-    cache: &mut ModelCache<B>,
-    tokens: &[u32],
-) -> Result<Vec<u32>> {
-    largest(&logits(host, cache, tokens)?)
-}
-
-/// The same step: the logits of every sequence.
+/// A step of decoding: the logits of every sequence.
 ///
 /// # Errors
 /// What the model, the cache or the device report.
@@ -122,12 +110,77 @@ pub fn logits<B: Backend, S: Steps<B>>(
     cache: &mut ModelCache<B>,
     tokens: &[u32],
 ) -> Result<Tensor> {
-    let batch = batch(cache, tokens)?;
+    let tokens = Tensor::new(tokens, host.model().device())?;
+    logits_behind(host, cache, &tokens)
+}
+
+/// The same for tokens that are on the device.
+fn logits_behind<B: Backend, S: Steps<B>>(
+    host: &mut Host<S>,
+    cache: &mut ModelCache<B>,
+    tokens: &Tensor,
+) -> Result<Tensor> {
+    let batch = batch(cache)?;
     block_on(cache.reserve_for_append(&batch.token_runs()))?;
     cache.begin_append(&batch.token_runs())?;
-    let logits = host.logits(cache, &batch)?;
+    let inputs = host.model().inputs_of(tokens, &batch.positions())?;
+    let logits = host.logits_of(cache, &batch, &inputs)?;
     cache.commit()?;
     Ok(logits)
+}
+
+/// Steps of decoding one behind the other: a token is chosen on the device, and the host reads it when the next step is
+/// launched.
+pub struct UnderWay<'a, R> {
+    rig: &'a R,
+    tokens: Tensor,
+    arriving: Option<Arriving>,
+    last: Instant,
+}
+
+impl<'a, R: Rig> UnderWay<'a, R> {
+    /// For this many sequences.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn new(rig: &'a R, sequences: usize) -> Result<Self> {
+        let tokens: Vec<u32> = (0..sequences as u32).map(|sequence| 7 + 13 * sequence % 400).collect();
+        Ok(Self { rig, tokens: Tensor::new(tokens, rig.device())?, arriving: None, last: Instant::now() })
+    }
+
+    /// The newest tokens, on the device.
+    pub const fn tokens(&self) -> &Tensor {
+        &self.tokens
+    }
+
+    /// Chooses the next tokens behind a step that was launched, and waits for those of the step before. Returns the
+    /// milliseconds since the arrival of the tokens before them.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn choose(&mut self, logits: &Tensor) -> Result<Option<f64>> {
+        self.tokens = largest_on_device(logits)?;
+        let arriving = self.rig.bring(&self.tokens)?;
+        let before = self.arriving.replace(arriving);
+        self.arrived(before)
+    }
+
+    /// Waits for the tokens of the last step.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn end(&mut self) -> Result<Option<f64>> {
+        let last = self.arriving.take();
+        self.arrived(last)
+    }
+
+    fn arrived(&mut self, arriving: Option<Arriving>) -> Result<Option<f64>> {
+        let Some(arriving) = arriving else { return Ok(None) };
+        arriving()?;
+        let now = Instant::now();
+        let took = now - std::mem::replace(&mut self.last, now);
+        Ok(Some(took.as_secs_f64() * 1e3))
+    }
 }
 
 /// Times steps of decoding for all sequences of a cache, and forgets its graphs. The first steps, in which kernels are
@@ -135,26 +188,31 @@ pub fn logits<B: Backend, S: Steps<B>>(
 ///
 /// # Errors
 /// What the model, the cache or the device report.
-pub fn decode<B: Backend, S: Steps<B>>(
-    host: &mut Host<S>,
-    cache: &mut ModelCache<B>,
+pub fn decode<R: Rig>(
+    rig: &R,
+    host: &mut Host<R::Steps>,
+    cache: &mut ModelCache<R::Backend>,
     steps: usize,
 ) -> Result<StepTime> {
-    const FIRST: usize = 3;
-    let mut tokens: Vec<u32> = (0..cache.sequences() as u32).map(|sequence| 7 + 13 * sequence % 400).collect();
+    const FIRST: usize = 4;
     let (mut walls, mut devices) = (Vec::new(), Vec::new());
-    for at in 0..FIRST + steps {
-        host.steps().wait()?;
-        let start = Instant::now();
-        tokens = step(host, cache, &tokens)?;
-        let wall = start.elapsed().as_secs_f64() * 1e3;
+    let mut under_way = UnderWay::new(rig, cache.sequences())?;
+    for at in 0..=FIRST + steps {
+        let wall = match at < FIRST + steps {
+            true => {
+                let logits = logits_behind(host, cache, under_way.tokens())?;
+                under_way.choose(&logits)?
+            }
+            false => under_way.end()?,
+        };
+        let Some(wall) = wall else { continue };
         let device = host.steps().replayed_ms();
-        if at >= FIRST {
+        if at > FIRST {
             walls.push(wall);
             devices.extend(device);
         }
     }
-    let batch = batch(cache, &tokens)?;
+    let batch = batch(cache)?;
     block_on(cache.reserve_for_append(&batch.token_runs()))?;
     cache.begin_append(&batch.token_runs())?;
     let attention = host.steps().attention_ms(cache);

@@ -58,8 +58,19 @@ impl<S> Host<S> {
     where
         S: Steps<B>,
     {
+        let inputs = self.model.inputs(&batch.tokens(), &batch.positions())?;
+        self.logits_of(cache, batch, &inputs)
+    }
+
+    /// The same for inputs that are on the device; the batch says whose they are.
+    ///
+    /// # Errors
+    /// Those of [`Host::logits`].
+    pub fn logits_of<B: Backend>(&mut self, cache: &mut ModelCache<B>, batch: &Batch, inputs: &Inputs) -> Result<Tensor>
+    where
+        S: Steps<B>,
+    {
         let Self { model, steps, records, .. } = self;
-        let inputs = model.inputs(&batch.tokens(), &batch.positions())?;
         let rows: Vec<u32> = batch.answering_rows().into_iter().map(|row| row as u32).collect();
         if rows.len() == inputs.rows() && batch.runs().iter().all(|of| of.run == TokenRun::decode(of.run.sequence())) {
             // A step of decoding alone: the next one is like it.
@@ -68,11 +79,11 @@ impl<S> Host<S> {
             };
             let layers: &Layers<'_> = &layers;
             return match records {
-                true => steps.run_again(cache, &inputs, layers),
-                false => layers(&inputs, &mut *steps.open(cache)?),
+                true => steps.run_again(cache, inputs, layers),
+                false => layers(inputs, &mut *steps.open(cache)?),
             };
         }
-        let stream = model.through_layers(&inputs, &mut *steps.open(cache)?)?;
+        let stream = model.through_layers(inputs, &mut *steps.open(cache)?)?;
         if rows.is_empty() {
             return Ok(stream);
         }

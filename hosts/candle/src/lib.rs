@@ -14,6 +14,6 @@ pub mod weights;
 
 pub use attention::{CpuRig, CpuSteps, Layers, Steps};
 pub use host::Host;
-pub use rig::Rig;
+pub use rig::{Arriving, Rig};
 pub use serve::ServeArgs;
 pub use study::Study;

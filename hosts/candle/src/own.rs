@@ -1,12 +1,10 @@
 //! candle's own attention over a cache of its tensors: what kvpack is compared with.
 
-use std::time::Instant;
-
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Tensor};
 use kvpack_cli::{Attention, Chunk, Config, Model};
 
-use crate::filled::middle;
+use crate::filled::{UnderWay, middle};
 use crate::rig::Rig;
 
 /// Keys and values of sequences that are equally long, in tensors with room for more.
@@ -34,14 +32,9 @@ impl<'a, R: Rig> OwnAttention<'a, R> {
         Ok(Self { rig, layers, length })
     }
 
-    /// The next tokens of all sequences.
-    fn step(&mut self, model: &Model, tokens: &[u32]) -> Result<Vec<u32>> {
-        largest(&self.logits(model, tokens)?)
-    }
-
     /// The logits of the next tokens of all sequences.
-    fn logits(&mut self, model: &Model, tokens: &[u32]) -> Result<Tensor> {
-        let inputs = model.inputs(tokens, &vec![self.length; tokens.len()])?;
+    fn logits(&mut self, model: &Model, tokens: &Tensor) -> Result<Tensor> {
+        let inputs = model.inputs_of(tokens, &vec![self.length; tokens.elem_count()])?;
         let stream = model.through_layers(&inputs, self)?;
         self.length += 1;
         model.logits(&stream)
@@ -69,17 +62,15 @@ impl<R: Rig> Attention for OwnAttention<'_, R> {
 /// # Errors
 /// What the device reports.
 pub fn decode<R: Rig>(rig: &R, model: &Model, (sequences, tokens): (usize, usize), steps: usize) -> Result<f64> {
-    const FIRST: usize = 3;
+    const FIRST: usize = 4;
     let mut attention = OwnAttention::new(rig, (&model.config, model.dtype()), sequences, (tokens, FIRST + steps))?;
-    let mut next: Vec<u32> = (0..sequences as u32).map(|sequence| 7 + 13 * sequence % 400).collect();
-    let mut times = Vec::new();
-    for at in 0..FIRST + steps {
-        let start = Instant::now();
-        next = attention.step(model, &next)?;
-        if at >= FIRST {
-            times.push(start.elapsed().as_secs_f64() * 1e3);
-        }
+    let (mut under_way, mut times) = (UnderWay::new(rig, sequences)?, Vec::new());
+    for _ in 0..FIRST + steps {
+        let logits = attention.logits(model, under_way.tokens())?;
+        times.extend(under_way.choose(&logits)?);
     }
+    times.extend(under_way.end()?);
+    times.drain(..FIRST);
     middle(&mut times).context("no step was timed")
 }
 
@@ -91,7 +82,7 @@ pub fn greedy<R: Rig>(rig: &R, model: &Model, prompt: &[u32], output: usize) -> 
     let mut attention = OwnAttention::new(rig, (&model.config, model.dtype()), 1, (0, prompt.len() + output))?;
     let mut text = prompt.to_vec();
     for at in 0..prompt.len() + output - 1 {
-        let next = attention.step(model, &text[at..at + 1])?;
+        let next = largest(&attention.logits(model, &Tensor::new(&text[at..at + 1], rig.device())?)?)?;
         if at + 1 >= prompt.len() {
             text.extend(next);
         }
@@ -107,7 +98,7 @@ pub fn logits<R: Rig>(rig: &R, model: &Model, text: &[u32]) -> Result<Vec<f32>> 
     let mut attention = OwnAttention::new(rig, (&model.config, model.dtype()), 1, (0, text.len()))?;
     let mut last = None;
     for token in text {
-        last = Some(attention.logits(model, std::slice::from_ref(token))?);
+        last = Some(attention.logits(model, &Tensor::new(std::slice::from_ref(token), rig.device())?)?);
     }
     let last = last.context("there is no text")?;
     Ok(last.to_dtype(DType::F32)?.get(0)?.to_vec1()?)
@@ -118,5 +109,13 @@ pub fn logits<R: Rig>(rig: &R, model: &Model, text: &[u32]) -> Result<Vec<f32>> 
 /// # Errors
 /// What the device reports.
 pub fn largest(logits: &Tensor) -> Result<Vec<u32>> {
-    Ok(logits.to_dtype(DType::F32)?.argmax(D::Minus1)?.to_vec1()?)
+    Ok(largest_on_device(logits)?.to_vec1()?)
+}
+
+/// The same, on the device.
+///
+/// # Errors
+/// What the device reports.
+pub fn largest_on_device(logits: &Tensor) -> Result<Tensor> {
+    Ok(logits.to_dtype(DType::F32)?.argmax(D::Minus1)?)
 }

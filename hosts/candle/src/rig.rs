@@ -8,6 +8,9 @@ use kvpack_weights::QuantizedLinear;
 
 use crate::attention::Steps;
 
+/// Tokens on their way to the host. The call waits for them.
+pub type Arriving = Box<dyn FnOnce() -> Result<Vec<u32>>>;
+
 /// A device of candle with kvpack on it.
 pub trait Rig {
     /// kvpack's backend.
@@ -41,6 +44,13 @@ pub trait Rig {
     /// # Errors
     /// What the device reports.
     fn steps(&self, model: &Model, layers: usize, rows: usize) -> Result<Self::Steps>;
+
+    /// Begins to bring tokens to the host, behind what the device has been given so far. They do not wait for what it is
+    /// given afterwards.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn bring(&self, tokens: &Tensor) -> Result<Arriving>;
 
     /// Softmax of the rows.
     ///

@@ -27,7 +27,7 @@ pub fn bits(text: &str) -> Result<Bits, String> {
 /// When the codes of a folder have other bits, and what the device reports.
 pub fn in_codes<R: Rig>(rig: &R, model: Model, bits: Option<Bits>) -> Result<Model> {
     let Some(bits) = bits else { return Ok(model) };
-    named(model, bits).with_products(&mut |linear| match linear.codes() {
+    named(model.joined()?, bits).with_products(&mut |linear| match linear.codes() {
         Some(codes) => {
             ensure!(codes.bits() == bits, "the weights of the folder have {}, {bits} were asked for", codes.bits());
             rig.product(codes)
@@ -43,7 +43,7 @@ pub fn in_codes<R: Rig>(rig: &R, model: Model, bits: Option<Bits>) -> Result<Mod
 pub fn random_in_codes<R: Rig>(rig: &R, model: Model, bits: Option<Bits>) -> Result<Model> {
     let Some(bits) = bits else { return Ok(model) };
     let mut of_shapes: HashMap<Vec<usize>, QuantizedLinear> = HashMap::new();
-    named(model, bits).with_products(&mut |linear| {
+    named(model.joined()?, bits).with_products(&mut |linear| {
         let shape = linear.weight()?.dims().to_vec();
         if let Some(codes) = of_shapes.get(&shape) {
             return rig.product(codes);

@@ -1,4 +1,8 @@
 //! The shape of a decoder and its tensors by name, for hosts without a GGUF reader of their own.
+//!
+//! The command has [`RopePairs`], [`Activation`] and [`LocalLayers`] of its own. Its package is published, so that it can
+//! depend on published packages alone, and this one is not. In the library, which both depend on, they would be items
+//! that no kernel and no cache reads.
 
 use kvpack::AttentionShape;
 use kvpack::cache::{ModelRecipe, Recipe};

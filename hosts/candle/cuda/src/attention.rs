@@ -103,12 +103,11 @@ pub struct CudaStep<'a> {
 impl Attention for CudaStep<'_> {
     /// Stores the keys and values of a layer's rows, whichever sequences they belong to, and attends with its queries.
     fn attend(&mut self, chunk: &Chunk) -> Result<Tensor> {
-        let (rows, heads, head_dim) = chunk.queries.dims3()?;
+        let rows = chunk.queries.dim(0)?;
         let Shared { queries, keys, values, output } = self.shared;
         if let Some((launches, stored)) = &self.launches {
             // candle's tensors lie elsewhere in every step; kvpack reads and writes them there.
-            // SAFETY: every element is written: the step has as many rows.
-            let output = unsafe { Tensor::empty((rows, heads * head_dim), chunk.queries.dtype(), output.device())? };
+            let output = output.narrow(0, 0, rows)?;
             let lent = LayerTensors {
                 keys: lend(&chunk.keys)?,
                 values: lend(&chunk.values)?,

@@ -3,6 +3,8 @@
 mod attention;
 mod bridge;
 mod fused;
+mod fused_check;
+mod scratch;
 mod steps;
 mod weights;
 
@@ -29,10 +31,13 @@ fn main() -> Result<()> {
     match command {
         Command::Serve(serve) => serve.run(&rig),
         Command::Study(study) => study.run(&rig),
-        Command::Check => match checks::run(&rig)? {
-            true => Ok(()),
-            false => bail!("something differs"),
-        },
+        Command::Check => {
+            let kernels = fused_check::run(&rig.kernels(), rig.device())?;
+            match checks::run(&rig)? && kernels {
+                true => Ok(()),
+                false => bail!("something differs"),
+            }
+        }
         Command::Bridge => bridge::check(rig.backend(), rig.device()),
     }
 }

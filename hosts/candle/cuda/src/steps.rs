@@ -1,14 +1,17 @@
 //! Steps of decoding as CUDA graphs: all layers of a model and its logits, captured once and replayed.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
 use candle_core::cuda_backend::cudarc::driver::sys::CUgraphInstantiate_flags;
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaGraph, CudaStream};
-use candle_core::{DType, Device, Tensor};
-use candle_host::{Layers, Rig, Steps};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaGraph, CudaStream, PinnedHostSlice};
+use candle_core::{DType, Device, Storage, Tensor};
+use candle_host::{Arriving, Layers, Rig, Steps};
 use candle_nn::ops::softmax_last_dim;
 use kvpack::AttentionShape;
 use kvpack::cache::ModelCache;
@@ -17,11 +20,15 @@ use kvpack_cli::{Attention, Inputs, Model, Product};
 use kvpack_weights::QuantizedLinear;
 
 use crate::attention::{Bound, lend, open};
-use crate::fused::CandleKernels;
+use crate::fused::HostKernels;
+use crate::scratch::Scratch;
 use crate::weights::CudaProduct;
 
 /// Graphs that are kept. One serves a class of steps until sequences have grown by an eighth.
 const GRAPHS: usize = 8;
+
+/// Steps whose times are kept until they are asked for.
+const TIMED: usize = 4;
 
 /// Times that attention alone is launched to be timed.
 const REPEATS: usize = 5;
@@ -30,13 +37,21 @@ const REPEATS: usize = 5;
 pub struct CudaRig {
     device: Device,
     backend: Cuda,
+    scratch: Scratch,
+    /// Memory of the host for tokens that arrive. To allocate or free some would wait for the device.
+    arrivals: Rc<RefCell<Vec<PinnedHostSlice<u32>>>>,
 }
 
 impl CudaRig {
     /// The first device.
     pub fn open() -> Result<Self> {
         let (device, backend) = open()?;
-        Ok(Self { device, backend })
+        Ok(Self { device, backend, scratch: Scratch::default(), arrivals: Rc::default() })
+    }
+
+    /// The kernels of this program.
+    pub fn kernels(&self) -> HostKernels {
+        HostKernels { backend: self.backend.clone(), scratch: self.scratch.clone() }
     }
 }
 
@@ -57,11 +72,11 @@ impl Rig for CudaRig {
     }
 
     fn on_device(&self, model: Model, dtype: DType) -> Result<Model> {
-        model.moved(&self.device, dtype)?.with_fused(Box::new(CandleKernels))
+        model.moved(&self.device, dtype)?.joined()?.with_fused(Box::new(self.kernels()))
     }
 
     fn product(&self, linear: &QuantizedLinear) -> Result<Box<dyn Product>> {
-        Ok(Box::new(CudaProduct::new(&self.backend, linear)?))
+        Ok(Box::new(CudaProduct::new(&self.backend, &self.scratch, linear)?))
     }
 
     fn steps(&self, model: &Model, layers: usize, rows: usize) -> Result<CudaSteps> {
@@ -73,11 +88,34 @@ impl Rig for CudaRig {
             of,
             rows,
             device: self.device.clone(),
+            scratch: self.scratch.clone(),
             stream: self.backend.stream().clone(),
             seen: Vec::new(),
             graphs: Vec::new(),
-            replayed: None,
+            replayed: VecDeque::new(),
         })
+    }
+
+    fn bring(&self, tokens: &Tensor) -> Result<Arriving> {
+        let (stream, count) = (self.backend.stream(), tokens.elem_count());
+        let place = self.arrivals.borrow().iter().position(|memory| memory.len() == count);
+        let mut memory = match place {
+            Some(place) => self.arrivals.borrow_mut().swap_remove(place),
+            // SAFETY: what is read of it was copied there before.
+            None => unsafe { stream.context().alloc_pinned_with_flags::<u32>(count, 0)? },
+        };
+        let tokens = tokens.contiguous()?;
+        let (storage, layout) = tokens.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { bail!("the tokens are not on a CUDA device") };
+        let first = layout.start_offset();
+        let from = storage.as_cuda_slice::<u32>()?.slice(first..first + count);
+        stream.memcpy_dtoh(&from, &mut memory)?;
+        let arrivals = self.arrivals.clone();
+        Ok(Box::new(move || {
+            let arrived = memory.as_slice()?.to_vec();
+            arrivals.borrow_mut().push(memory);
+            Ok(arrived)
+        }))
     }
 
     fn softmax(&self, scores: &Tensor) -> Result<Tensor> {
@@ -100,13 +138,14 @@ pub struct CudaSteps {
     /// The most rows, and their type.
     rows: (usize, DType),
     device: Device,
+    scratch: Scratch,
     stream: Arc<CudaStream>,
     /// Classes of steps that ran kernel by kernel once, so that candle has loaded what they launch.
     seen: Vec<Class>,
     /// The newest last.
     graphs: Vec<Captured>,
-    /// Around the last replay.
-    replayed: Option<[CudaEvent; 2]>,
+    /// Around each of the last steps that was replayed, the oldest first.
+    replayed: VecDeque<Option<[CudaEvent; 2]>>,
 }
 
 /// Steps of one class and as many rows have the same graph.
@@ -119,6 +158,7 @@ struct Captured {
     inputs: Inputs,
     output: Tensor,
     _memory: LaunchMemory,
+    _scratch: Scratch,
 }
 
 impl CudaSteps {
@@ -138,8 +178,11 @@ impl Steps<Cuda> for CudaSteps {
     }
 
     fn run_again(&mut self, cache: &mut ModelCache<Cuda>, inputs: &Inputs, layers: &Layers<'_>) -> Result<Tensor> {
-        let Self { bound, device, stream, seen, graphs, replayed, .. } = self;
-        *replayed = None;
+        let Self { bound, device, scratch, stream, seen, graphs, replayed, .. } = self;
+        if replayed.len() >= TIMED {
+            replayed.pop_front();
+        }
+        replayed.push_back(None);
         let mut step = bound.write(cache)?;
         let class = (step.step.class(), inputs.rows());
         let place = graphs.iter().position(|captured| captured.class == class);
@@ -157,16 +200,20 @@ impl Steps<Cuda> for CudaSteps {
             Some(place) => graphs.remove(place),
             None => {
                 let inputs = inputs.copied()?;
+                let again = scratch.step();
                 let output = layers_output(&inputs, layers, &mut step, device)?;
+                drop(again);
+                let again = scratch.step();
                 let graph = Self::captured(stream, || {
                     let _kept = device.as_cuda_device()?.enable_cuda_graph_htod_cache();
                     Ok(output.slice_set(&layers(&inputs, &mut step)?, 0, 0)?)
                 })?;
+                drop(again);
                 if graphs.len() >= GRAPHS {
                     stream.synchronize()?; // the oldest may be running
                     graphs.remove(0);
                 }
-                Captured { class, graph, inputs, output, _memory: step.step.memory() }
+                Captured { class, graph, inputs, output, _memory: step.step.memory(), _scratch: scratch.clone() }
             }
         };
         captured.inputs.set(inputs)?;
@@ -174,7 +221,9 @@ impl Steps<Cuda> for CudaSteps {
         captured.graph.launch()?;
         let after = stream.record_event(Some(CU_EVENT_DEFAULT))?;
         step.step.replayed();
-        *replayed = Some([before, after]);
+        if let Some(last) = replayed.back_mut() {
+            *last = Some([before, after]);
+        }
         let output = captured.output.clone();
         graphs.push(captured);
         Ok(output)
@@ -192,12 +241,13 @@ impl Steps<Cuda> for CudaSteps {
         self.wait()?; // graphs may be running
         self.graphs.clear();
         self.seen.clear();
+        self.replayed.clear();
         self.bound = Bound::new(&self.backend, &self.device, self.of, self.rows)?;
         Ok(())
     }
 
     fn replayed_ms(&mut self) -> Option<f64> {
-        let [before, after] = self.replayed.take()?;
+        let [before, after] = self.replayed.pop_front()??;
         before.elapsed_ms(&after).ok().map(f64::from)
     }
 

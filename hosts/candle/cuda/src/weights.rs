@@ -8,6 +8,7 @@ use kvpack_weights::QuantizedLinear;
 use kvpack_weights::cuda::Linear;
 
 use crate::attention::lend;
+use crate::scratch::Scratch;
 
 /// The most rows of a product with codes. The weights of a longer part of a prompt are dequantised for it once.
 const MOST_ROWS: usize = 256;
@@ -15,19 +16,20 @@ const MOST_ROWS: usize = 256;
 /// A projection in codes on the stream of candle.
 pub struct CudaProduct {
     backend: Cuda,
+    scratch: Scratch,
     linear: Linear,
 }
 
 impl CudaProduct {
     /// Stores a projection.
-    pub fn new(backend: &Cuda, linear: &QuantizedLinear) -> Result<Self> {
-        Ok(Self { backend: backend.clone(), linear: Linear::upload(backend.stream(), linear)? })
+    pub fn new(backend: &Cuda, scratch: &Scratch, linear: &QuantizedLinear) -> Result<Self> {
+        let linear = Linear::upload(backend.stream(), linear)?;
+        Ok(Self { backend: backend.clone(), scratch: scratch.clone(), linear })
     }
 
     /// A tensor for what a kernel writes.
     fn output(&self, of: &Tensor, shape: (usize, usize)) -> Result<Tensor> {
-        // SAFETY: callers write every element.
-        Ok(unsafe { Tensor::empty(shape, of.dtype(), of.device())? })
+        Ok(self.scratch.tensor(shape, of.dtype(), of.device())?)
     }
 
     // candle frees what is dropped here in the order of its one stream, which is that of the kernels.

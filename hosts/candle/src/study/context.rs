@@ -75,7 +75,7 @@ impl ContextArgs {
                 });
                 let of = Contexts { sequences: batch, tokens, more: self.steps + 8 };
                 let mut cache = filled::filled(rig, &mut host, &parsed, of, chunks.transpose()?.as_ref())?;
-                let time = filled::decode(&mut host, &mut cache, self.steps)?;
+                let time = filled::decode(rig, &mut host, &mut cache, self.steps)?;
                 let first = rows.iter().find(|row| row.tokens == tokens).map_or(time.step_ms, |row| row.time.step_ms);
                 let times = first / time.step_ms;
                 println!(

@@ -128,7 +128,7 @@ impl DecodeArgs {
             let time = match has_room(rig, needed) {
                 true => {
                     let mut cache = filled::filled(rig, host, &parsed, of, None)?;
-                    Some(filled::decode(host, &mut cache, self.steps)?)
+                    Some(filled::decode(rig, host, &mut cache, self.steps)?)
                 }
                 false => None,
             };

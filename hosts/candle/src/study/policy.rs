@@ -19,6 +19,7 @@ use super::{Common, f16_bytes, has_room};
 use crate::attention::Steps;
 use crate::filled::{self, Contexts, StepTime};
 use crate::host::Host;
+use crate::own;
 use crate::prompt::{self, ReadPrompt};
 use crate::rig::Rig;
 
@@ -76,6 +77,14 @@ struct Row {
     end_to_end: f64,
 }
 
+/// Decoding with the whole prompt in f16.
+struct Dense {
+    cache_mib: f64,
+    time: StepTime,
+    /// A step with candle's own attention, where that fits.
+    own_ms: Option<f64>,
+}
+
 /// What does not change with the batch.
 struct Prompt {
     read: Duration,
@@ -127,7 +136,11 @@ impl PolicyArgs {
             dense.push(match fits {
                 true => {
                     let mut cache = filled::filled(rig, host, &"f16".parse()?, of, None)?;
-                    Some((mib(&cache), filled::decode(host, &mut cache, self.steps)?))
+                    let (cache_mib, time) = (mib(&cache), filled::decode(rig, host, &mut cache, self.steps)?);
+                    drop(cache);
+                    let fits = has_room(rig, of_prompt * batch as u64 * 5 / 4);
+                    let own = fits.then(|| own::decode(rig, host.model(), (batch, tokens), self.steps));
+                    Some(Dense { cache_mib, time, own_ms: own.transpose()? })
                 }
                 false => None,
             });
@@ -143,7 +156,7 @@ impl PolicyArgs {
             let observed = read.as_ref().context("no prompt was read")?;
             for (&batch, dense) in batches.iter().zip(&dense) {
                 if rows.iter().all(|row| (row.batch, row.tokens) != (batch, tokens)) {
-                    push_dense(rows, (batch, &prompt), dense.as_ref());
+                    push_dense(rows, (batch, &prompt), (dense.as_ref(), self.output));
                 }
                 if dense.is_some() {
                     self.compressed(rig, host, (&recipe, observed, batch), &prompt, rows)?;
@@ -212,7 +225,7 @@ impl PolicyArgs {
         let later: Vec<TokenRun> = (0..batch).map(|sequence| TokenRun::chunk(sequence, self.steps + 8)).collect();
         block_on(cache.reserve_for_append(&later))?;
         let mib = mib(&cache);
-        let time = filled::decode(host, &mut cache, self.steps)?;
+        let time = filled::decode(rig, host, &mut cache, self.steps)?;
         let whole = rows.iter().find(|row| (row.batch, row.tokens) == (batch, prompt.tokens) && row.recipe == "f16");
         let (read_ms, statistics_ms) = (millis(prompt.read), millis(read.statistics));
         let compress_ms = filled::middle(&mut times).context("nothing was compressed")?;
@@ -252,26 +265,32 @@ fn plot(rows: &[Row]) -> Plot {
     report::lines("Steps of decoding", ("MiB of the cache", "ms"), rows.iter().map(of))
 }
 
-fn push_dense(rows: &mut Vec<Row>, (batch, prompt): (usize, &Prompt), dense: Option<&(f64, StepTime)>) {
-    let Some(&(cache_mib, time)) = dense else {
+/// The rows of the whole prompt: candle's own attention, for which the prompt is read as fast, and kvpack's in f16.
+fn push_dense(rows: &mut Vec<Row>, (batch, prompt): (usize, &Prompt), (dense, output): (Option<&Dense>, usize)) {
+    let Some(&Dense { cache_mib, time, own_ms }) = dense else {
         println!("| {batch} × {} | f16 | does not fit |", prompt.tokens);
         return;
     };
-    let row = Row {
-        batch,
-        tokens: prompt.tokens,
-        recipe: "f16".into(),
-        read_ms: millis(prompt.read),
-        statistics_ms: 0.0,
-        compress_ms: 0.0,
-        overhead: 0.0,
-        cache_mib,
-        time,
-        decode: 1.0,
-        end_to_end: 1.0,
-    };
-    print(&row);
-    rows.push(row);
+    let read_ms = millis(prompt.read);
+    let all = |step: f64| batch as f64 * read_ms + output as f64 * step;
+    let own = own_ms.map(|step_ms| ("candle", StepTime { step_ms, device_ms: None, attention_ms: None }));
+    for (recipe, of) in own.into_iter().chain([("f16", time)]) {
+        let row = Row {
+            batch,
+            tokens: prompt.tokens,
+            recipe: recipe.into(),
+            read_ms,
+            statistics_ms: 0.0,
+            compress_ms: 0.0,
+            overhead: 0.0,
+            cache_mib,
+            time: of,
+            decode: time.step_ms / of.step_ms,
+            end_to_end: all(time.step_ms) / all(of.step_ms),
+        };
+        print(&row);
+        rows.push(row);
+    }
 }
 
 fn print(row: &Row) {

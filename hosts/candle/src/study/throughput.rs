@@ -109,7 +109,7 @@ impl ThroughputArgs {
         const STEPS: usize = 8;
         let of = Contexts { sequences, tokens: self.prompt, more: STEPS + 8 };
         let mut cache = filled::filled(rig, host, &recipe.parse()?, of, None)?;
-        Ok(filled::decode(host, &mut cache, STEPS)?.step_ms)
+        Ok(filled::decode(rig, host, &mut cache, STEPS)?.step_ms)
     }
 
     fn row<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str) -> Result<Row> {
