@@ -31,10 +31,10 @@
 // binds: 3 keys, 5 values
 // set by plans: SCORE_SCALE, QUERY_PARTS
 
-// import attend/numbering/subgroup.wgsl
+// import attend/numbering.wgsl#subgroup
 // import attend/work_item.wgsl
-// import attend/states.wgsl
-// import input = attend/input/f32.wgsl
+// import attend/states.wgsl#states
+// import input = attend/input.wgsl#f32
 
 alias Half4 = vec4<f16>;
 alias Left = coop_mat16x16<f16, A>;

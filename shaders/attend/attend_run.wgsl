@@ -34,9 +34,9 @@
 // binds: 2 run_queries, 8 run_constants
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
-// import attend/numbering/subgroup.wgsl
+// import attend/numbering.wgsl#subgroup
 // import attend/work_item.wgsl
-// import attend/states.wgsl
+// import attend/states.wgsl#states
 
 alias Half4 = vec4<f16>;
 alias Left = coop_mat16x16<f16, A>;
@@ -48,7 +48,7 @@ struct Eight {
     high: Half4,
 }
 
-// [KV head][prepared query][head of the group], and their constants: see attend/query_row/f16.wgsl.
+// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
 @group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
 @group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
 
@@ -86,9 +86,9 @@ const START_WEIGHT: f32 = 6f;
 // The product of a token that does not exist: minus infinity, times any unit.
 const NO_PRODUCT: f32 = -3.4028234e38f;
 
-// import run_keys = attend/run_keys/f16.wgsl
-// import run_values = attend/run_values/f16.wgsl
-// import run_arrivals = attend/run_arrivals/by_turns.wgsl
+// import run_keys = attend/run_keys.wgsl#f16
+// import run_values = attend/run_values.wgsl#f16
+// import run_arrivals = attend/run_arrivals.wgsl#by_turns
 
 // [step][token][channel], [channel][token], [row][token], [row][token].
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
@@ -311,7 +311,7 @@ fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, 
     add_values(sums, team);
 }
 
-// import run_outputs = attend/run_outputs/plain.wgsl
+// import run_outputs = attend/run_outputs.wgsl#plain
 
 @compute @workgroup_size(INVOCATIONS)
 fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {

@@ -30,8 +30,8 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 // Below every log-sum-exp of a part with tokens.
 const NO_LSE: f32 = -1e30f;
 
-// import output = attend/output/f32.wgsl
-// import lse = attend/lse/slot.wgsl
+// import output = attend/output.wgsl#f32
+// import lse = attend/lse.wgsl
 
 // The weight of a part. A part without tokens has none, and NaN stays NaN.
 fn weight_of(part: f32, largest: f32) -> f32 {

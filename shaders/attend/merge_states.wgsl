@@ -31,10 +31,10 @@ const MERGED_HEADS: u32 = 1u;
 const HEAD_LISTS: u32 = LISTS / MERGED_HEADS;
 const STATE_ROW: u32 = FIELDS + 1u;
 
-// import output = attend/output/f32.wgsl
-// import lse = attend/lse/slot.wgsl
-// import attend/join_states.wgsl
-// import sinks = attend/sinks/slot.wgsl
+// import output = attend/output.wgsl#f32
+// import lse = attend/lse.wgsl
+// import attend/states.wgsl#join_states
+// import sinks = attend/sinks.wgsl
 
 var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
 // Sum of weights, and the largest log-sum-exp.

@@ -3,7 +3,7 @@
 //
 // With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in: q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m +
 // 2^(bits-1) s), with q already multiplied by log2 e / √D. If keys are rotated, q is rotated first. The row holds q ⊙ s
-// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
+// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row.wgsl).
 //
 // Workgroup (x, y) prepares part y % PARTS of query head y / PARTS of prepared query x: keys with sketches need one row
 // for their signs and one for their levels. An invocation owns four neighbouring channels. It reads D elements and as
@@ -35,14 +35,14 @@ const PARTS: u32 = 1u;
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
 
-// import input = attend/input/f32.wgsl
-// import query_rotation = attend/query_rotation/slot.wgsl
-// import query_ranges = attend/query_ranges/slot.wgsl
-// import extremes = attend/extremes/slot.wgsl
+// import input = attend/input.wgsl#f32
+// import query_rotation = attend/query_rotation.wgsl
+// import query_ranges = attend/query_ranges.wgsl
+// import extremes = attend/extremes.wgsl
 
 var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 
-// import query_row = attend/query_row/int.wgsl
+// import query_row = attend/query_row.wgsl#int
 
 @compute @workgroup_size(64)
 fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) field: u32) {

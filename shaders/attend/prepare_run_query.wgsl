@@ -32,14 +32,14 @@ const PREPARED_HEADS: u32 = LANE_HEADS * (INVOCATIONS / ROW_INVOCATIONS);
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
 
-// import input = attend/input/f32.wgsl
-// import rotated_rows = attend/rotated_rows/slot.wgsl
-// import query_ranges = attend/query_ranges/slot.wgsl
+// import input = attend/input.wgsl#f32
+// import rotated_rows = attend/rotated_rows.wgsl
+// import query_ranges = attend/query_ranges.wgsl
 
 // The largest magnitude, and the bias: [head of an invocation][invocation].
 var<workgroup> parts: array<vec2<f32>, LANE_HEADS * INVOCATIONS>;
 
-// import query_row = attend/query_row/f16.wgsl
+// import query_row = attend/query_row.wgsl#f16
 
 @compute @workgroup_size(64)
 fn prepare_run_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {

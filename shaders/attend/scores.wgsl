@@ -12,7 +12,7 @@
 // binds: 5 stored_scores, 6 extremes
 
 // import attend/work_item.wgsl
-// import scores = attend/scores/dot.wgsl
+// import step_scores = attend/step_scores.wgsl#dot
 // import common/ordered.wgsl
 
 // Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.

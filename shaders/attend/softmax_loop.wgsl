@@ -14,8 +14,8 @@
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // import common/ordered.wgsl
-// import workgroup_max = attend/workgroup_max/slot.wgsl
-// import logits = attend/logits/slot.wgsl
+// import workgroup_max = attend/workgroup_max.wgsl
+// import logits = attend/logits.wgsl
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -30,8 +30,8 @@ var<private> weight_sum: array<f32, HEADS>;
 var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
 
-// import values = attend/values/dot.wgsl
-// import attend/states.wgsl
+// import values = attend/values.wgsl#dot
+// import attend/states.wgsl#states
 
 // Pages of which all parts exist.
 fn pages() -> u32 {

@@ -30,7 +30,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 const NO_LSE: f32 = -1e30f;
 
 // import pack/flat.wgsl
-// import input = attend/input/f32.wgsl
+// import input = attend/input.wgsl#f32
 
 @compute @workgroup_size(64)
 fn uncentre_lse(

@@ -8,9 +8,9 @@
 // Work, memory traffic, merging and bounds are as in `attend`, except that 4 bytes per token and query head are read
 // instead of the keys.
 
-// import numbering = attend/numbering/local.wgsl
+// import numbering = attend/numbering.wgsl#local
 // import attend/work_item.wgsl
-// import attend/scores/stored.wgsl
+// import attend/step_scores.wgsl#stored
 // import attend/softmax_loop.wgsl
 
 @compute @workgroup_size(128)

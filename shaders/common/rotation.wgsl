@@ -1,3 +1,7 @@
+// Hadamard rotations: their order and signs, of a row in workgroup memory, and once more for a sketch.
+
+// -------- rotation --------
+
 // `format::Rotation` of a row of channels: its numbers, and what becomes of a channel before and after the butterflies.
 //
 // gives: ROTATION_ORDER, dealt, input_place, output_place, rotation_input, scaled_input, unflipped, flipped
@@ -46,4 +50,80 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
     word = (word ^ (word >> 15u)) * 0x846ca68bu;
     let flip = (word ^ (word >> 16u)) & apply;
     return bitcast<f32>(bitcast<u32>(x) ^ (flip << 31u));
+}
+
+// -------- rotate_row --------
+
+// Rotates a row of HEAD_DIM channels in workgroup memory, in place: `format::Rotation`. Blocks of ORDER channels are
+// multiplied with the Walsh-Hadamard matrix over √ORDER.
+//
+// Channels may first be dealt out to the blocks in turns: channel c then lies at `dealt(c)`. Code that writes a channel
+// does so at `input_place` and applies `rotation_input`. Code that reads a channel does so at `output_place` and
+// applies `unflipped`. An invocation owns pairs of channels. There is one barrier per butterfly stage, and every
+// invocation of the workgroup must call.
+//
+// needs: HEAD_DIM, INVOCATIONS
+// gives: rotated, rotate_row
+
+// import common/rotation.wgsl#rotation
+
+var<workgroup> rotated: array<f32, HEAD_DIM>;
+
+fn rotate_row(invocation: u32) {
+    for (var stage = 0u; (1u << stage) < ROTATION_ORDER; stage++) {
+        let half = 1u << stage;
+        workgroupBarrier();
+        for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
+            // pair / half · 2 half + pair % half. Compilers do not know the divisor and would divide.
+            let low = ((pair >> stage) << (stage + 1u)) + (pair & (half - 1u));
+            let a = rotated[low];
+            let b = rotated[low + half];
+            rotated[low] = a + b;
+            rotated[low + half] = a - b;
+        }
+    }
+    workgroupBarrier();
+}
+
+// -------- sketch_row --------
+
+// Rotates the row in workgroup memory for its signs: `format::sketch`. Each round first deals channels out to blocks.
+// Order and scale are those of the row's own rotation. An invocation owns every 64th channel, and every invocation of
+// the workgroup must call.
+//
+// needs: HEAD_DIM, INVOCATIONS
+// gives: sketch_row
+// set by plans: SKETCH_BLOCKS, SKETCH_SEED, SKETCH_ROUNDS
+
+// import common/rotation.wgsl#rotate_row
+
+const SKETCH_BLOCKS: u32 = 1u;
+const SKETCH_SEED: u32 = 0u;
+const SKETCH_ROUNDS: u32 = 1u;
+// Channels of an invocation: there are no more than 256 in a row.
+const SKETCH_CHANNELS: u32 = 4u;
+
+fn sketch_row(invocation: u32) {
+    for (var round = 0u; round < SKETCH_ROUNDS; round++) {
+        sketch_round(invocation, SKETCH_SEED + round);
+    }
+}
+
+fn sketch_round(invocation: u32, seed: u32) {
+    workgroupBarrier();
+    var channels: array<f32, SKETCH_CHANNELS>;
+    // unroll
+    for (var i = 0u; i < SKETCH_CHANNELS; i++) {
+        channels[i] = rotated[min(invocation + i * INVOCATIONS, HEAD_DIM - 1u)];
+    }
+    workgroupBarrier();
+    // unroll
+    for (var i = 0u; i < SKETCH_CHANNELS; i++) {
+        let channel = invocation + i * INVOCATIONS;
+        if (channel < HEAD_DIM) {
+            let place = dealt(channel, SKETCH_BLOCKS);
+            rotated[place] = scaled_input(flipped(channels[i], place, seed, 1u));
+        }
+    }
+    rotate_row(invocation);
 }

@@ -15,16 +15,16 @@
 // import pack/call.wgsl
 // import pack/tile.wgsl
 // import pack/half.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 
 const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
 
-// import row = pack/row/plain.wgsl
-// import row_ranges = pack/row_ranges/slot.wgsl
-// import field = pack/field/f16.wgsl
-// import finite = pack/finite/unchecked.wgsl
-// import words = pack/words/of_key.wgsl
+// import row = pack/row.wgsl#plain
+// import row_ranges = pack/row_ranges.wgsl
+// import field = pack/field.wgsl#f16
+// import finite = pack/finite.wgsl#unchecked
+// import words = pack/words.wgsl#of_key
 
 @compute @workgroup_size(64)
 fn append(

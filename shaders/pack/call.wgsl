@@ -53,8 +53,8 @@ struct Call {
 
 const TILE_TOKENS: u32 = 128u;
 
-// import tokens = pack/tokens/run.wgsl
-// import places = pack/places/listed.wgsl
+// import tokens = pack/tokens.wgsl#run
+// import places = pack/places.wgsl#listed
 
 // Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {

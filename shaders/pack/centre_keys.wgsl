@@ -13,7 +13,7 @@
 // set by plans: HEAD_DIM
 
 // import pack/call.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 
 @group(0) @binding(2) var<storage, read_write> output: array<f32>;
 @group(0) @binding(7) var<storage, read> centres: array<f32>;
@@ -21,7 +21,7 @@
 const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
 
-// import row = pack/row/plain.wgsl
+// import row = pack/row.wgsl#plain
 
 @compute @workgroup_size(64)
 fn centre_keys(

@@ -10,7 +10,7 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import source = pack/source/same.wgsl
+// import source = pack/source.wgsl#same
 
 @group(0) @binding(2) var<storage, read_write> target_words: array<u32>;
 

@@ -17,7 +17,7 @@
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import pack/tile.wgsl
-// import field = pack/field/codes.wgsl
+// import field = pack/field.wgsl#codes
 
 const ADDS: u32 = 0u;
 

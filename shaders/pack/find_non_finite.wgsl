@@ -12,7 +12,7 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 
 @group(0) @binding(2) var<storage, read_write> first: atomic<u32>;
 

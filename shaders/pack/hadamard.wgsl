@@ -15,14 +15,14 @@
 // set by plans: HEAD_DIM
 
 // import pack/call.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 
 @group(0) @binding(2) var<storage, read_write> output: array<f32>;
 
 const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
 
-// import common/rotate_row.wgsl
+// import common/rotation.wgsl#rotate_row
 
 @compute @workgroup_size(64)
 fn hadamard(

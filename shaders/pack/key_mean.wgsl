@@ -15,7 +15,7 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 
 @group(0) @binding(7) var<storage, read_write> centres: array<f32>;
 
@@ -29,7 +29,7 @@ struct Mean {
     factor: f32,
 }
 
-// import mean = pack/mean/of_call.wgsl
+// import mean = pack/mean.wgsl#of_call
 
 @compute @workgroup_size(64)
 fn key_mean(

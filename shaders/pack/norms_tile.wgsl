@@ -13,9 +13,9 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 // import pack/half.wgsl
-// import pack/norm.wgsl
+// import pack/norm.wgsl#norm
 
 @group(0) @binding(2) var<storage, read_write> ranges: array<u32>;
 

@@ -16,8 +16,8 @@
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import pack/tile.wgsl
-// import rows = pack/rows/f32.wgsl
-// import field = pack/field/codes.wgsl
+// import rows = pack/rows.wgsl#f32
+// import field = pack/field.wgsl#codes
 
 @group(0) @binding(2) var<storage, read_write> tiles: array<u32>;
 

@@ -18,7 +18,7 @@
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import common/ordered.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 // import pack/code_range.wgsl
 // import pack/half.wgsl
 

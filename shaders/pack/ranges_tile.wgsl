@@ -16,7 +16,7 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import rows = pack/rows/f32.wgsl
+// import rows = pack/rows.wgsl#f32
 // import pack/half.wgsl
 // import pack/grouping.wgsl
 // import pack/code_range.wgsl

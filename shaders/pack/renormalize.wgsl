@@ -15,8 +15,8 @@
 // import pack/call.wgsl
 // import pack/tile.wgsl
 // import pack/half.wgsl
-// import level_fields = pack/level_fields/levels.wgsl
-// import pack/norm.wgsl
+// import level_fields = pack/level_fields.wgsl#levels
+// import pack/norm.wgsl#norm
 
 @group(0) @binding(1) var<storage, read> tiles: array<u32>;
 @group(0) @binding(2) var<storage, read_write> ranges: array<u32>;

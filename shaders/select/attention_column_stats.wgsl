@@ -16,7 +16,7 @@
 // binds: 3 row_lse, 4 column_sums
 // set by plans: AGGREGATION, ADDS
 
-// import select/stats_call.wgsl
+// import select/calls.wgsl#stats_call
 
 // By the strides of the call.
 @group(0) @binding(3) var<storage, read> row_lse: array<f32>;
@@ -28,7 +28,7 @@ const AGGREGATION: u32 = 0u;
 // 1: sums are added to what is there.
 const ADDS: u32 = 0u;
 
-// import counting = select/counting/slot.wgsl
+// import counting = select/counting.wgsl
 
 fn write_sum(head: u32, token: u32, sum: f32) {
     let at = head * call.sum_stride + token;

@@ -37,7 +37,7 @@ var<workgroup> last_seen: array<u32, COLUMNS>;
 // [subgroup + head][key]. A head that continues in the next subgroup has one sum in each.
 var<workgroup> partial_sums: array<f32, PARTIAL_SUMS>;
 
-// import counting = select/matrix_counting/slot.wgsl
+// import counting = select/matrix_counting.wgsl
 
 fn note_column(chunk: Chunk, index: u32, kv_head: u32, column: u32) {
     let row = chunk.first_row + column % chunk.rows;

@@ -13,7 +13,7 @@
 //
 // binds: 3 partials
 
-// import select/stats_call.wgsl
+// import select/calls.wgsl#stats_call
 
 // (max, sum) as [part][query_head][row].
 @group(0) @binding(3) var<storage, read_write> partials: array<vec2<f32>>;

@@ -20,8 +20,8 @@ struct SimilarityCall {
 
 @group(0) @binding(0) var<storage, read> call: SimilarityCall;
 
-// import rows = pack/rows/f32.wgsl
-// import queries = select/queries/f32.wgsl
+// import rows = pack/rows.wgsl#f32
+// import queries = select/queries.wgsl#f32
 
 @group(0) @binding(3) var<storage, read_write> similarities: array<f32>;
 

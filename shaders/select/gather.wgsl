@@ -8,7 +8,7 @@
 // result were checked against the buffers when they were bound. Divisors are sizes of a checked shape.
 
 // import pack/flat.wgsl
-// import select/move_rows.wgsl
+// import select/rows.wgsl#move_rows
 
 @compute @workgroup_size(64)
 fn gather(

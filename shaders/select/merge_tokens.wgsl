@@ -13,7 +13,7 @@
 // binds: 2 kept_tokens, 3 evicted_tokens, 4 nearest, 5 similarities, 6 merged
 // set by plans: HEAD_DIM, MERGING
 
-// import select/merge_call.wgsl
+// import select/calls.wgsl#merge_call
 
 @group(0) @binding(2) var<storage, read> kept_tokens: array<u32>;
 @group(0) @binding(3) var<storage, read> evicted_tokens: array<u32>;

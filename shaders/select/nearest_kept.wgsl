@@ -11,8 +11,8 @@
 //
 // binds: 2 evicted_tokens, 3 units, 4 nearest, 5 similarities
 
-// import select/merge_call.wgsl
-// import select/resident_rows.wgsl
+// import select/calls.wgsl#merge_call
+// import select/rows.wgsl#resident_rows
 
 @group(0) @binding(2) var<storage, read> evicted_tokens: array<u32>;
 // [kv_head][kept][HEAD_DIM].

@@ -10,7 +10,7 @@
 // binds: 2 kept_tokens, 3 units
 // set by plans: HEAD_DIM
 
-// import select/merge_call.wgsl
+// import select/calls.wgsl#merge_call
 
 @group(0) @binding(2) var<storage, read> kept_tokens: array<u32>;
 // [kv_head][kept][HEAD_DIM].

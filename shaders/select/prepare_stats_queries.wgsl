@@ -5,8 +5,8 @@
 // The unit is the power of two that brings the largest element of the row between 2^14 and 2^15. Elements that f16
 // holds exactly stay exact, and two summands keep 22 bits of f32 elements.
 //
-// A workgroup owns a column of a chunk (select/matrix_call.wgsl); an invocation owns four of its channels. Columns that
-// do not exist are zeros.
+// A workgroup owns a column of a chunk (select/calls.wgsl#matrix_call); an invocation owns four of its channels.
+// Columns that do not exist are zeros.
 //
 // In bounds: the grid is one workgroup for each column of each chunk of each KV head, for which the plan made
 // `prepared` and `units`; rows and heads of a column that exists are below the call's, and the queries were
@@ -14,8 +14,8 @@
 //
 // binds: 1 prepared, 3 units
 
-// import select/matrix_call.wgsl
-// import queries = select/queries/f32.wgsl
+// import select/calls.wgsl#matrix_call
+// import queries = select/queries.wgsl#f32
 
 @group(0) @binding(1) var<storage, read_write> prepared: array<Half4>;
 @group(0) @binding(3) var<storage, read_write> units: array<f32>;

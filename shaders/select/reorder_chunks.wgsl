@@ -7,7 +7,7 @@
 // In bounds: as in gather; the order was checked to name every chunk once.
 
 // import pack/flat.wgsl
-// import select/move_rows.wgsl
+// import select/rows.wgsl#move_rows
 
 @compute @workgroup_size(64)
 fn reorder_chunks(

@@ -19,8 +19,8 @@
 //   load_keys, store_keys, score_tile
 // binds: 1 keys, 2 prepared, 3 units
 
-// import select/matrix_call.wgsl
-// import attend/numbering/subgroup.wgsl
+// import select/calls.wgsl#matrix_call
+// import attend/numbering.wgsl#subgroup
 
 alias Left = coop_mat16x16<f16, A>;
 alias Right = coop_mat16x16<f16, B>;

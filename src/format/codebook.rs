@@ -267,7 +267,7 @@ pub(crate) fn upper_levels(bits: Bits, head_dim: usize) -> Option<Vec<f32>> {
 }
 
 /// The steps of the levels above 0: exclusive ors of constants that the bits of the index choose
-/// (`shaders/attend/level_bytes.wgsl`).
+/// (`shaders/attend/codes.wgsl#level_bytes`).
 const fn level_steps(bits: Bits) -> Option<&'static [u8]> {
     match bits {
         Bits::One => Some(&[0]),

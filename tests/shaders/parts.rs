@@ -14,10 +14,12 @@ const STATEMENTS: [&str; 4] = ["needs", "gives", "binds", "set by plans"];
 /// Longest line of a header.
 const WIDTH: usize = 120;
 
-/// A shader file.
+/// A shader file, or one of the sections of a file.
 struct File {
-    /// Below `shaders/`.
+    /// Below `shaders/`: `{file}` or `{file}#{section}`.
     path: String,
+    /// Whether the choices of a slot follow it in the file.
+    is_slot: bool,
     text: String,
     declared: Vec<Declaration>,
     /// Names of other files' declarations, or of its own.
@@ -58,13 +60,53 @@ fn files() -> BTreeMap<String, File> {
     below(&shaders(), &mut paths);
     let read = |path: PathBuf| {
         let name = path.strip_prefix(shaders()).unwrap().to_str().unwrap().replace('\\', "/");
-        (name.clone(), File::new(name, fs::read_to_string(&path).unwrap()))
+        let text = fs::read_to_string(&path).unwrap();
+        let sections = sections(&text);
+        let (is_slot, has_sections) = (text.starts_with("// Slot `"), sections.len() > 1);
+        let of = |(section, text): (Option<&str>, &str)| {
+            let path = section.map_or(name.clone(), |section| format!("{name}#{section}"));
+            (path.clone(), File::new(path, is_slot && section.is_none(), text.trim_start_matches('\n').to_owned()))
+        };
+        // What precedes the parts of a file that is no slot says what they have in common.
+        let wanted = sections.into_iter().filter(|(section, _)| is_slot || !has_sections || section.is_some());
+        wanted.map(of).collect::<Vec<_>>()
     };
-    paths.into_iter().map(read).collect()
+    paths.into_iter().flat_map(read).collect()
+}
+
+/// The line above a section of a file.
+fn heading(section: &str) -> String {
+    format!("// -------- {section} --------\n")
+}
+
+/// What precedes the sections of a file, then each section with its text.
+fn sections(text: &str) -> Vec<(Option<&str>, &str)> {
+    let mut found = Vec::new();
+    let (mut section, mut start, mut at) = (None, 0, 0);
+    for line in text.split_inclusive('\n') {
+        if let Some(next) = line.strip_prefix("// -------- ").and_then(|rest| rest.strip_suffix(" --------\n")) {
+            found.push((section, &text[start..at]));
+            (section, start) = (Some(next), at + line.len());
+        }
+        at += line.len();
+    }
+    found.push((section, &text[start..]));
+    found
+}
+
+/// Writes a file's text, or that of one section among the others of its file.
+fn write(path: &str, text: &str) {
+    let (file, wanted) = path.split_once('#').map_or((path, None), |(file, section)| (file, Some(section)));
+    let kept = fs::read_to_string(shaders().join(file)).unwrap();
+    let parts = sections(&kept).into_iter().map(|(section, before)| {
+        let text = if section == wanted { text } else { before };
+        section.map_or(String::new(), |section| heading(section) + "\n") + text.trim_matches('\n') + "\n"
+    });
+    fs::write(shaders().join(file), parts.collect::<Vec<_>>().join("\n")).unwrap();
 }
 
 impl File {
-    fn new(path: String, text: String) -> Self {
+    fn new(path: String, is_slot: bool, text: String) -> Self {
         let code: String = text.lines().map(|line| line.split("//").next().unwrap_or("").to_owned() + "\n").collect();
         let mut used = BTreeSet::new();
         let mut declared = Vec::new();
@@ -80,7 +122,7 @@ impl File {
             };
             Import { is_slot, file: file.into() }
         });
-        Self { imports: imports.collect(), path, declared, used, text }
+        Self { imports: imports.collect(), path, is_slot, declared, used, text }
     }
 
     fn is_kernel(&self) -> bool {
@@ -89,10 +131,6 @@ impl File {
 
     fn slot_file(&self) -> Option<String> {
         slot_file(&self.path)
-    }
-
-    fn is_slot(&self) -> bool {
-        self.path.ends_with("/slot.wgsl")
     }
 
     fn declares(&self, name: &str) -> bool {
@@ -152,7 +190,7 @@ impl File {
         }
         given.extend(self.declared.iter().map(|declaration| declaration.name.clone()));
         for import in &self.imports {
-            let slot = slot_file(&import.file).filter(|slot| files.contains_key(slot));
+            let slot = slot_file(&import.file).filter(|slot| is_slot(files, slot));
             given.extend(slot.iter().flat_map(|slot| files[slot].offered()));
             if !import.is_slot {
                 files[&import.file].collect_given(files, seen, given);
@@ -195,7 +233,10 @@ impl File {
 }
 
 /// Which files can be parts of one kernel: all that it reaches by imports and slots, but for two choices of one slot.
-struct Together(Vec<BTreeSet<String>>);
+struct Together {
+    of_kernels: Vec<BTreeSet<String>>,
+    slots: BTreeSet<String>,
+}
 
 impl Together {
     fn new(files: &BTreeMap<String, File>) -> Self {
@@ -204,7 +245,7 @@ impl Together {
                 return;
             }
             for import in &file.imports {
-                let folder = slot_file(&import.file).filter(|slot| import.is_slot && files.contains_key(slot));
+                let folder = slot_file(&import.file).filter(|slot| import.is_slot && is_slot(files, slot));
                 let is_choice = |other: &File| folder.is_some() && slot_file(&other.path) == folder;
                 files
                     .values()
@@ -212,27 +253,28 @@ impl Together {
                     .for_each(|other| reach(other, files, found));
                 // Defaults of its slot come with a file.
                 slot_file(&import.file)
+                    .filter(|slot| is_slot(files, slot))
                     .and_then(|slot| files.get(&slot))
                     .into_iter()
                     .for_each(|slot| reach(slot, files, found));
             }
         }
         let kernels = files.values().filter(|file| file.is_kernel());
-        Self(
-            kernels
-                .map(|kernel| {
-                    let mut found = BTreeSet::new();
-                    reach(kernel, files, &mut found);
-                    found
-                })
-                .collect(),
-        )
+        let reached = |kernel| {
+            let mut found = BTreeSet::new();
+            reach(kernel, files, &mut found);
+            found
+        };
+        let slots = files.values().filter(|file| file.is_slot).map(|slot| slot.path.clone()).collect();
+        Self { of_kernels: kernels.map(reached).collect(), slots }
     }
 
     fn contains(&self, one: &str, other: &str) -> bool {
-        let choices = |path: &str| slot_file(path).filter(|slot| slot != path);
+        let choices = |path: &str| slot_file(path).filter(|slot| slot != path && self.slots.contains(slot));
         let of_one_slot = choices(one).is_some() && choices(one) == choices(other);
-        one != other && !of_one_slot && self.0.iter().any(|reached| reached.contains(one) && reached.contains(other))
+        one != other
+            && !of_one_slot
+            && self.of_kernels.iter().any(|reached| reached.contains(one) && reached.contains(other))
     }
 }
 
@@ -240,8 +282,11 @@ const EVERY: &str = "// Every choice has";
 const SOME: &str = "// A choice may have";
 
 fn slot_file(path: &str) -> Option<String> {
-    let (folder, _) = path.rsplit_once('/')?;
-    folder.contains('/').then(|| format!("{folder}/slot.wgsl"))
+    path.split('#').next().map(str::to_owned)
+}
+
+fn is_slot(files: &BTreeMap<String, File>, path: &str) -> bool {
+    files.get(path).is_some_and(|file| file.is_slot)
 }
 
 fn statement(what: &str, list: &[String]) -> String {
@@ -353,7 +398,7 @@ fn headers_say_what_files_need_and_give() {
             continue;
         }
         if updates() {
-            fs::write(shaders().join(&file.path), file.with_statements(&statements)).unwrap();
+            write(&file.path, &file.with_statements(&statements));
             continue;
         }
         wrong.push(format!("shaders/{} says\n{}\nand should say\n{statements}", file.path, file.stated()));
@@ -368,15 +413,15 @@ fn choices_have_what_their_slot_says() {
     let files = files();
     let together = Together::new(&files);
     for import in files.values().flat_map(|file| &file.imports).filter(|import| import.is_slot) {
-        let slot = slot_file(&import.file).filter(|slot| files.contains_key(slot));
-        assert!(slot.is_some(), "no slot.wgsl beside shaders/{}", import.file);
+        let slot = slot_file(&import.file).filter(|slot| is_slot(&files, slot));
+        assert!(slot.is_some(), "shaders/{} is no choice of a slot", import.file);
     }
     let mut slots = 0;
-    for slot in files.values().filter(|file| file.is_slot()) {
+    for slot in files.values().filter(|file| file.is_slot) {
         slots += 1;
         let interface = slot.interface(EVERY);
         let required = || interface.iter().filter_map(|line| Declaration::new(line));
-        let choices = files.values().filter(|file| !file.is_slot() && file.slot_file().as_ref() == Some(&slot.path));
+        let choices = files.values().filter(|file| !file.is_slot && file.slot_file().as_ref() == Some(&slot.path));
         for choice in choices {
             let mut given = BTreeSet::new();
             choice.collect_given(&files, &mut BTreeSet::new(), &mut given);

@@ -199,7 +199,7 @@ pub fn run_op(file: &GoldenFile, backend: Option<&Chosen>) -> Result<GoldenOutco
     let mut kernels = Vec::new();
     let mut computed: Vec<_> = op(file)?.into_iter().map(|of_kernel| (of_kernel, &file.compare)).collect();
     if let Some(backend) = backend {
-        // Weights of f16 values are halves on devices that have them (shaders/attend/values/fma.wgsl).
+        // Weights of f16 values are halves on devices that have them (shaders/attend/values.wgsl#fma).
         let compare = if file.compare_f16.is_empty() { &file.compare } else { &file.compare_f16 };
         computed.extend(run_on(file, backend)?.into_iter().map(|of_kernel| (of_kernel, compare)));
     }

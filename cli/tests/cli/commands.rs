@@ -250,7 +250,7 @@ fn cuda_without_a_driver_is_named() {
 
 #[test]
 fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
-    let cases: [(&[&str], &str); 23] = [
+    let cases: [(&[&str], &str); 25] = [
         (&["check", "--backend", "cpu", "--filter", "no such case"], "no check matches"),
         (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
         (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),
@@ -262,6 +262,8 @@ fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
         (&["bench", "--backend", "cpu", "--seconds", "inf"], "above 0"),
         (&["bench", "--backend", "cpu", "--seconds=-1"], "above 0"),
         (&["bench", "--backend", "cpu", "--suite", "step", "--format", "4-bit"], "leave --format out"),
+        (&["bench", "--backend", "cpu", "--suite", "step", "--shape", "g4"], "leave --shape out"),
+        (&["bench", "--backend", "cpu", "--suite", "prefill", "--shape", "g4"], "'8 drafts of 4 over 128'"),
         (&["bench", "--suite", "ranks", "--backend", "cpu"], "runs on NVIDIA GPUs"),
         (&["bench", "--suite", "ranks", "--ranks", "3"], "give 1, 2, 4 or 8"),
         (&["bench", "--suite", "ranks", "--ranks", "8"], "8 ranks need 8 NVIDIA GPUs"),

@@ -18,11 +18,12 @@ fn every_part_has_its_file_before_it() {
     let listing = shader(&["--format", "calibquant:2+query=int16", "--shape", "g4-b1-4k"]);
     assert!(listing.starts_with("// attend of 2-bit per channel at g4-b1-4k, path subgroups\n"), "{listing}");
     let files = files(&listing);
-    for file in ["attend/attend.wgsl", "attend/work_item.wgsl", "attend/scores/dot.wgsl", "attend/values/dot.wgsl"] {
+    for file in ["attend/attend.wgsl", "attend/work_item.wgsl", "attend/step_scores.wgsl#dot", "attend/values.wgsl#dot"]
+    {
         assert!(files.contains(&file), "{file} of {files:?}");
     }
     // A default body, under the file of its slot.
-    let (_, after) = listing.split_once("// shaders/attend/scores/slot.wgsl").expect("the slot has defaults");
+    let (_, after) = listing.split_once("// shaders/attend/step_scores.wgsl").expect("the slot has defaults");
     assert!(after.split("// shaders/").next().is_some_and(|part| part.contains("fn begin_keys(")), "{after}");
     assert!(listing.contains("const KEY_BITS: u32 = 2u;") && listing.contains("\n@compute "));
 }
@@ -35,9 +36,9 @@ fn paths_and_formats_choose_parts() {
     };
     let has = |parts: &[String], file: &str| parts.iter().any(|part| part == file);
     let floor = parts(&["--path", "floor", "--format", "kivi:2+query=int8"]);
-    assert!(has(&floor, "attend/scores/groups.wgsl") && has(&floor, "attend/key_totals/memory.wgsl"), "{floor:?}");
+    assert!(has(&floor, "attend/step_scores.wgsl#groups") && has(&floor, "attend/key_totals.wgsl#memory"), "{floor:?}");
     let subgroups = parts(&["--path", "subgroups", "--format", "kivi:2+query=int8"]);
-    assert!(has(&subgroups, "attend/key_totals/subgroup.wgsl"), "{subgroups:?}");
+    assert!(has(&subgroups, "attend/key_totals.wgsl#subgroup"), "{subgroups:?}");
     let matrices = parts(&["--path", "matrices", "--format", "f16", "--shape", "g8-b8-32k"]);
     assert!(has(&matrices, "attend/attend_matrix.wgsl"), "{matrices:?}");
     let calibrated = parts(&["--format", "calibquant:1+tau=0,3"]);
@@ -49,7 +50,7 @@ fn kernels_that_pack_are_of_keys_or_of_values() {
     let quantize = |tensor| shader(&["--kernel", "quantize", "--format", "kivi:2", "--tensor", tensor]);
     assert!(quantize("keys").contains("const KEYS: u32 = 1u;"));
     assert!(quantize("values").contains("const KEYS: u32 = 0u;"));
-    assert!(files(&quantize("keys")).contains(&"pack/ranges/of_tile.wgsl"));
+    assert!(files(&quantize("keys")).contains(&"pack/ranges.wgsl#of_tile"));
 }
 
 /// What is printed is what a device gets, but for loops: it is valid WGSL as it stands.

@@ -4,11 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::ShaderSources;
 
-/// A piece of an assembled kernel that comes from one file.
+/// A piece of an assembled kernel that comes from one file, or from one section of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
-    /// Its path among the files of the library.
-    pub file: &'static str,
+    /// Its path among the files of the library: `{file}` or `{file}#{section}`.
+    pub path: String,
+    /// Whether it precedes the sections of a file: of a slot it holds the default bodies.
+    has_defaults: bool,
     pub text: String,
 }
 
@@ -40,17 +42,17 @@ struct Assembly<'a> {
     sources: &'a ShaderSources,
     choices: &'a BTreeMap<&'static str, &'static str>,
     unused: BTreeSet<&'static str>,
-    seen: BTreeSet<&'static str>,
+    seen: BTreeSet<String>,
     parts: Vec<Part>,
 }
 
 impl Assembly<'_> {
-    /// Adds a file, unless it was added before, and the default bodies of the slot in whose folder it lies.
-    fn import(&mut self, file: &'static str) -> Result<(), String> {
-        if !self.seen.insert(file) {
+    /// Adds a file or a section, unless it was added before, and the default bodies of the section's slot.
+    fn import(&mut self, path: &str) -> Result<(), String> {
+        if !self.seen.insert(path.to_owned()) {
             return Ok(());
         }
-        let source = self.sources.file(file).ok_or_else(|| format!("no shader file {file}"))?;
+        let source = self.sources.text(path).ok_or_else(|| format!("no shader file {path}"))?;
         let mut text = String::new();
         for line in source.lines() {
             let Some(import) = line.strip_prefix("// import ") else {
@@ -58,7 +60,7 @@ impl Assembly<'_> {
                 text.push('\n');
                 continue;
             };
-            self.push(file, std::mem::take(&mut text));
+            self.push(path, std::mem::take(&mut text));
             match import.split_once(" = ") {
                 Some((slot, default)) => {
                     self.unused.remove(slot);
@@ -68,37 +70,28 @@ impl Assembly<'_> {
                 None => self.import(import)?,
             }
         }
-        self.push(file, text);
-        self.import_defaults(file)
+        self.push(path, text);
+        self.import_defaults(path)
     }
 
-    fn import_defaults(&mut self, choice: &'static str) -> Result<(), String> {
-        match slot_file(self.sources, choice) {
-            Some(slot) => self.import(slot),
+    fn import_defaults(&mut self, section: &str) -> Result<(), String> {
+        match section.split_once('#') {
+            Some((slot, _)) => self.import(slot),
             None => Ok(()),
         }
     }
 
-    fn push(&mut self, file: &'static str, text: String) {
+    fn push(&mut self, path: &str, text: String) {
         if !text.trim().is_empty() {
-            self.parts.push(Part { file, text: text.trim_matches('\n').to_owned() + "\n" });
+            let (path, has_defaults) = (path.to_owned(), self.sources.has_sections(path));
+            self.parts.push(Part { path, has_defaults, text: text.trim_matches('\n').to_owned() + "\n" });
         }
     }
 }
 
-fn is_slot_file(file: &str) -> bool {
-    file.ends_with("/slot.wgsl")
-}
-
-/// The `slot.wgsl` next to a file, if its folder is the folder of a slot.
-fn slot_file(sources: &ShaderSources, file: &str) -> Option<&'static str> {
-    let (folder, _) = file.rsplit_once('/')?;
-    sources.path(&format!("{folder}/slot.wgsl"))
-}
-
 /// Keeps a default body only if no choice defines the function and some code calls it.
 fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
-    let (slots, others): (Vec<&Part>, Vec<&Part>) = parts.iter().partition(|part| is_slot_file(part.file));
+    let (slots, others): (Vec<&Part>, Vec<&Part>) = parts.iter().partition(|part| part.has_defaults);
     let mut code: Vec<String> = others.iter().map(|part| code_of(&part.text)).collect();
     let given: BTreeSet<&str> = others.iter().flat_map(|part| functions(&part.text)).map(|(name, _)| name).collect();
     let mut waiting: Vec<(&str, &str)> =
@@ -112,14 +105,14 @@ fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
     }
     let mut found = Vec::new();
     for part in &parts {
-        if !is_slot_file(part.file) {
+        if !part.has_defaults {
             found.push(part.clone());
             continue;
         }
         let bodies: Vec<&str> =
             functions(&part.text).into_iter().filter(|(name, _)| kept.contains(*name)).map(|(_, body)| body).collect();
         if !bodies.is_empty() {
-            found.push(Part { file: part.file, text: bodies.join("\n\n") + "\n" });
+            found.push(Part { text: bodies.join("\n\n") + "\n", ..part.clone() });
         }
     }
     found
@@ -169,8 +162,8 @@ fn calls(code: &str, function: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn part(file: &'static str, text: &str) -> Part {
-        Part { file, text: text.into() }
+    fn part(path: &str, text: &str) -> Part {
+        Part { path: path.into(), has_defaults: !path.contains('#'), text: text.into() }
     }
 
     #[test]
@@ -183,7 +176,7 @@ mod tests {
     #[test]
     fn defaults_are_taken_where_they_are_called_and_nobody_else_has_them() {
         let slot = "// Says.\n\nfn a() {}\n\nfn b() {\n    c();\n}\n\nfn c() {}\n\nfn d() {}\n";
-        let parts = vec![part("x/y/one.wgsl", "fn a() {\n    b();\n}\n"), part("x/y/slot.wgsl", slot)];
+        let parts = vec![part("x/y.wgsl#one", "fn a() {\n    b();\n}\n"), part("x/y.wgsl", slot)];
         let found = with_defaults(parts.clone());
         assert_eq!(found[0], parts[0]);
         assert_eq!(found[1].text, "fn b() {\n    c();\n}\n\nfn c() {}\n");

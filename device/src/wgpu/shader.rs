@@ -2,10 +2,11 @@
 //!
 //! Every file is readable WGSL as it stands. The builder makes these seven changes, and no others:
 //!
-//! - `// import folder/file.wgsl` is replaced by that file, once;
-//! - `// import slot = folder/slot/choice.wgsl` is replaced by the file that the variant puts into the slot
-//!   ([`Variant::import`]), or by the named file. A slot has a folder of its own. Its `slot.wgsl` states what every
-//!   choice provides and holds default bodies. A default body is used when a choice leaves the function out and some
+//! - `// import folder/file.wgsl` is replaced by that file, once, and `// import folder/file.wgsl#section` by a section
+//!   of it, which stands below a line `// -------- section --------`;
+//! - `// import slot = folder/slot.wgsl#choice` is replaced by the choice that the variant puts into the slot
+//!   ([`Variant::import`]), or by the named one. A slot is a file. It states what every choice provides and holds
+//!   default bodies; the choices are its sections. A default body is used when a choice leaves the function out and some
 //!   code calls it;
 //! - `const NAME: u32 = 4u;` gets the value of the variant ([`Variant::constant`]), as does `alias Name = type;`
 //!   ([`Variant::alias`]);
@@ -89,9 +90,9 @@ impl Variant {
         self
     }
 
-    /// Puts `file` into the import slot `slot`.
-    pub fn import(mut self, slot: &'static str, file: &'static str) -> Self {
-        self.imports.insert(slot, file);
+    /// Puts a choice, `{file}#{choice}`, into the import slot `slot`.
+    pub fn import(mut self, slot: &'static str, choice: &'static str) -> Self {
+        self.imports.insert(slot, choice);
         self
     }
 
@@ -146,7 +147,7 @@ impl Variant {
         let mut label = format!("{} {}", self.sources.library, self.entry);
         for file in self.imports.values() {
             let choice = file.split_once('/').map_or(*file, |(_, choice)| choice);
-            label += &format!(" {}", choice.trim_end_matches(".wgsl"));
+            label += &format!(" {}", choice.replace(".wgsl#", "/").trim_end_matches(".wgsl"));
         }
         for (name, value) in &self.constants {
             label += &format!(" {name}={value}");
@@ -201,7 +202,7 @@ impl Variant {
             text += "enable wgpu_cooperative_matrix;\n\n";
         }
         let parts = assemble(self.sources, self.kernel, &self.imports).map_err(|reason| self.broken(reason))?;
-        let parts: Vec<String> = parts.iter().map(|part| heading(part.file) + &part.text).collect();
+        let parts: Vec<String> = parts.iter().map(|part| heading(&part.path) + &part.text).collect();
         text += &parts.join("\n");
         for (name, value) in &self.constants {
             text = self.replace_declaration(text, &format!("const {name}: "), "=", value)?;

@@ -10,7 +10,8 @@ use super::beside;
 pub struct ShaderSources {
     /// Name of the library. The labels of its kernels begin with it. No two libraries of a program share one.
     pub library: &'static str,
-    /// Path and text of every file. A kernel is a file `{folder}/{kernel}.wgsl`.
+    /// Path and text of every file. A kernel is a file `{folder}/{kernel}.wgsl`. A file may have sections, such as the
+    /// choices of a slot, each below a line `// -------- {section} --------`.
     pub files: &'static [(&'static str, &'static str)],
     /// Buffers that kernels read at an offset that every dispatch gives. An engine may encode several steps before it
     /// submits the first, and each reads its own tables.
@@ -21,14 +22,16 @@ pub struct ShaderSources {
 }
 
 impl ShaderSources {
-    /// The text of a file.
-    pub(super) fn file(&self, path: &str) -> Option<&'static str> {
-        self.files.iter().find(|(name, _)| *name == path).map(|(_, text)| *text)
+    /// The text of a file up to its sections, or of one section, `{file}#{section}`.
+    pub(super) fn text(&self, path: &str) -> Option<&'static str> {
+        let (file, wanted) = path.split_once('#').map_or((path, None), |(file, section)| (file, Some(section)));
+        let (_, text) = self.files.iter().find(|(name, _)| *name == file)?;
+        sections(text).into_iter().find(|(section, _)| *section == wanted).map(|(_, text)| text)
     }
 
-    /// `path`, if there is such a file.
-    pub(super) fn path(&self, path: &str) -> Option<&'static str> {
-        self.files.iter().map(|(name, _)| *name).find(|name| *name == path)
+    /// Whether a file has sections.
+    pub(super) fn has_sections(&self, path: &str) -> bool {
+        self.files.iter().any(|(name, text)| *name == path && text.lines().any(|line| section_below(line).is_some()))
     }
 
     /// The file of a kernel: `{folder}/{kernel}.wgsl` in one of the folders.
@@ -54,6 +57,26 @@ impl ShaderSources {
     pub(super) fn shared_buffer(&self) -> &'static str {
         self.unclamped_table.unwrap_or_default()
     }
+}
+
+/// The section that begins below a line.
+fn section_below(line: &str) -> Option<&str> {
+    line.strip_prefix("// -------- ")?.strip_suffix(" --------")
+}
+
+/// What precedes the sections of a file, then each section with its text.
+fn sections(text: &'static str) -> Vec<(Option<&'static str>, &'static str)> {
+    let mut found = Vec::new();
+    let (mut section, mut start, mut at) = (None, 0, 0);
+    for line in text.split_inclusive('\n') {
+        if let Some(next) = section_below(line.trim_end()) {
+            found.push((section, &text[start..at]));
+            (section, start) = (Some(next), at + line.len());
+        }
+        at += line.len();
+    }
+    found.push((section, &text[start..]));
+    found
 }
 
 impl fmt::Debug for ShaderSources {
@@ -85,5 +108,24 @@ impl Ord for ShaderSources {
 impl PartialOrd for ShaderSources {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_stand_below_their_lines() {
+        let text =
+            "// Slot.\nfn a() {}\n\n// -------- one --------\n\nfn b() {}\n\n// -------- two --------\nfn c() {}\n";
+        let files = &[("x/slot.wgsl", text), ("x/kernel.wgsl", "fn d() {}\n")];
+        let sources = ShaderSources { library: "test", files, tables: &[], unclamped_table: None };
+        assert_eq!(sources.text("x/slot.wgsl"), Some("// Slot.\nfn a() {}\n\n"));
+        assert_eq!(sources.text("x/slot.wgsl#one"), Some("\nfn b() {}\n\n"));
+        assert_eq!(sources.text("x/slot.wgsl#two"), Some("fn c() {}\n"));
+        assert_eq!(sources.text("x/slot.wgsl#three"), None);
+        assert_eq!(sources.text("x/kernel.wgsl"), Some("fn d() {}\n"));
+        assert!(sources.has_sections("x/slot.wgsl") && !sources.has_sections("x/kernel.wgsl"));
     }
 }

@@ -37,7 +37,13 @@ pub(super) fn query_runs() -> Vec<AttendCase> {
     calibrated.segments[1].calibration = Some(offsets(0.0, 1.0));
     calibrated.queries = Queries::Runs(vec![QueryRun::causal(0, 40), all(1, 3), QueryRun::causal(2, 2)]);
     cases.push(calibrated);
+    let mut wide = AttendCase::new("runs-wide-calibrated", shape(4, 128), SegmentFormat::per_channel(Bits::One));
+    wide.segments[0].calibration = Some(offsets(0.5, 2.0));
+    wide = wide.lengths(&[1500, 300]);
+    wide.queries = Queries::Runs(vec![QueryRun::causal(0, 100), all(1, 40)]);
+    cases.push(wide);
     cases.extend(wide_runs());
+    cases.extend(drafts());
     cases
 }
 
@@ -98,6 +104,39 @@ fn wide_runs() -> Vec<AttendCase> {
         halves.queries = Queries::Runs(vec![QueryRun::causal(0, 30), all(1, 11)]);
         cases.push(halves);
     }
+    cases
+}
+
+/// Drafts of 2 to 8 queries over packed tokens: with an f16 store and without, in batches of several lengths, under a
+/// window, and over so many tokens that blocks share them.
+fn drafts() -> Vec<AttendCase> {
+    let mut cases = Vec::new();
+    for (name, group, head_dim, format) in [
+        ("4bit", 4, 128, SegmentFormat::per_channel(Bits::Four)),
+        ("saw", 8, 64, SegmentFormat::saw_int4()),
+        ("kivi", 3, 80, kivi()),
+        ("turboquant", 4, 128, SegmentFormat::turboquant(Bits::Four, 128)),
+        ("sketch", 5, 128, SegmentFormat::turboquant_prod(Bits::Four, 128)),
+        ("8bit-d256", 4, 256, both(affine(Bits::Eight, Grouping::Token))),
+    ] {
+        let mut case = ragged(&format!("runs-drafts-{name}"), group, head_dim, format);
+        case.queries = Queries::Runs(vec![QueryRun::causal(0, 8), all(1, 3), QueryRun::causal(2, 2)]);
+        cases.push(case);
+    }
+    for (name, format) in
+        [("1bit", SegmentFormat::per_channel(Bits::One)), ("4bit", SegmentFormat::per_channel(Bits::Four))]
+    {
+        let mut long = AttendCase::new(&format!("runs-drafts-long-{name}"), shape(4, 128), format);
+        long = long.lengths(&[9000]);
+        long.sink = SinkPlace::Middle;
+        long.queries = Queries::Runs(vec![QueryRun::causal(0, 7)]);
+        cases.push(long);
+    }
+    let window = |sequence, queries| QueryRun::new(sequence, queries, Visible::Window { left: 130 });
+    let mut windows = AttendCase::new("runs-drafts-window", shape(4, 128), SegmentFormat::saw_int4());
+    windows = windows.lengths(&[1000, 300, 135]);
+    windows.queries = Queries::Runs(vec![window(0, 8), window(1, 4), QueryRun::causal(2, 5)]);
+    cases.push(windows);
     cases
 }
 

@@ -79,14 +79,14 @@ pub(super) struct Strided {
 pub(super) const STRIDED_QUERIES: Strided = Strided {
     tensor: Slot::Input,
     slot: "input_rows",
-    file: "attend/input_rows/strided.wgsl",
+    file: "attend/input_rows.wgsl#strided",
     constants: ["INPUT_FIRST", "INPUT_ROW", "INPUT_STRIDE"],
 };
 
 pub(super) const STRIDED_OUTPUTS: Strided = Strided {
     tensor: Slot::Output,
     slot: "output_rows",
-    file: "attend/output_rows/strided.wgsl",
+    file: "attend/output_rows.wgsl#strided",
     constants: ["OUTPUT_FIRST", "OUTPUT_ROW", "OUTPUT_STRIDE"],
 };
 

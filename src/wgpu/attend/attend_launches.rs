@@ -445,7 +445,7 @@ impl Builder<'_> {
                 let work = vec![("items", Slot::Tables(items)), ("page_table", Slot::Tables(sections.page_table))];
                 let (variant, buffers) = launch(dispatch, special, work);
                 let variant = match dispatch.workgroups {
-                    Some(_) => variant.import("item_of", "attend/item_of/spread.wgsl"),
+                    Some(_) => variant.import("item_of", "attend/item_of.wgsl#spread"),
                     None => variant,
                 };
                 PlannedLaunch { variant, grid: Grid::Items { segment: at, dispatch: place, each }, buffers }

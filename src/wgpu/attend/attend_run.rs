@@ -30,10 +30,10 @@ const MOST_CHANNELS: usize = 256;
 const PREPARED_HEADS: usize = 4;
 const PREPARING_INVOCATIONS: usize = 64;
 /// The storage of its prepared queries.
-const QUERY_ROW: &str = "attend/query_row/f16.wgsl";
+const QUERY_ROW: &str = "attend/query_row.wgsl#f16";
 /// Subgroups of the largest workgroup.
 const MOST_SUBGROUPS: usize = 8;
-/// Steps of levels in the half 1: see `attend/level_halves.wgsl`.
+/// Steps of levels in the half 1: see `attend/codes.wgsl#level_halves`.
 const LEVEL_STEPS: f32 = 128.0;
 /// Number of buffers that the kernel binds.
 const BUFFERS: u32 = 9;
@@ -103,7 +103,7 @@ impl Specialisation<'_> {
             None => variant,
             Some(rotation) => {
                 let turn = DirectedRotation { rotation, direction: Direction::Forward };
-                with_turn(variant.import("rotated_rows", "attend/rotated_rows/hadamard.wgsl"), turn, head_dim)
+                with_turn(variant.import("rotated_rows", "attend/rotated_rows.wgsl#hadamard"), turn, head_dim)
             }
         };
         self.put_query_ranges(variant)
@@ -116,7 +116,7 @@ impl Specialisation<'_> {
 
     fn put_query_ranges(&self, variant: Variant) -> Variant {
         match self.query_fields().span_middle {
-            Some(middle) => variant.import("query_ranges", "attend/query_ranges/span.wgsl").float("KEY_MIDDLE", middle),
+            Some(middle) => variant.import("query_ranges", "attend/query_ranges.wgsl#span").float("KEY_MIDDLE", middle),
             None => variant,
         }
     }

@@ -100,7 +100,7 @@ fn variant_of(head_dim: usize, output: ElementType, lse: LseOutput) -> Variant {
     let variant = variant.import("output", output_file(output));
     match lse {
         LseOutput::None => variant,
-        LseOutput::F32 => variant.import("lse", "attend/lse/f32.wgsl"),
+        LseOutput::F32 => variant.import("lse", "attend/lse.wgsl#f32"),
     }
 }
 

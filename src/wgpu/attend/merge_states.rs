@@ -56,10 +56,10 @@ pub(super) fn merge_states(
         MergedStates::Many => variant,
         MergedStates::Few => variant.constant("AT_ONCE", MergedStates::FEW_AT_ONCE),
     };
-    let variant = if has_sinks { variant.import("sinks", "attend/sinks/logits.wgsl") } else { variant };
+    let variant = if has_sinks { variant.import("sinks", "attend/sinks.wgsl#logits") } else { variant };
     match lse {
         LseOutput::None => variant,
-        LseOutput::F32 => variant.import("lse", "attend/lse/f32.wgsl"),
+        LseOutput::F32 => variant.import("lse", "attend/lse.wgsl#f32"),
     }
 }
 

@@ -38,12 +38,12 @@ impl AttendRecipe {
                     None => variant,
                     Some(rotation) => {
                         let turn = DirectedRotation { rotation: *rotation, direction: Direction::Inverse };
-                        with_turn(variant.import("run_outputs", "attend/run_outputs/rotated.wgsl"), turn, work.head_dim)
+                        with_turn(variant.import("run_outputs", "attend/run_outputs.wgsl#rotated"), turn, work.head_dim)
                     }
                 };
                 match arrivals {
                     RunArrivals::ByTurns => variant,
-                    RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals/ahead.wgsl"),
+                    RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals.wgsl#ahead"),
                 }
             }
             Self::Scores { work, scores } => scores.put(work.put(Variant::new(&SHADERS, "scores"))),
@@ -77,7 +77,7 @@ impl Logits {
             return variant;
         }
         variant
-            .import("logits", "attend/logits/bent.wgsl")
+            .import("logits", "attend/logits.wgsl#bent")
             .constant("CAPPED", soft_cap.is_some().into())
             .constant("MASKED", mask as usize)
             .float("SOFT_CAP", soft_cap.unwrap_or(1.0))
@@ -102,41 +102,41 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
     };
     let variant = match keys {
         F16 => variant,
-        Channel(_) if four => variant.import("run_keys", "attend/run_keys/channel_4bit.wgsl"),
-        Token(..) if four => variant.import("run_keys", "attend/run_keys/token_4bit.wgsl"),
-        Channel(bits) => of_keys("attend/run_keys/channel.wgsl", bits),
-        Token(bits, groups) => of_keys("attend/run_keys/token.wgsl", bits).constant("KEY_CHANNEL_GROUPS", groups),
+        Channel(_) if four => variant.import("run_keys", "attend/run_keys.wgsl#channel_4bit"),
+        Token(..) if four => variant.import("run_keys", "attend/run_keys.wgsl#token_4bit"),
+        Channel(bits) => of_keys("attend/run_keys.wgsl#channel", bits),
+        Token(bits, groups) => of_keys("attend/run_keys.wgsl#token", bits).constant("KEY_CHANNEL_GROUPS", groups),
         ChannelTokens(bits, groups) => {
-            of_keys("attend/run_keys/channel_tokens.wgsl", bits).constant("KEY_TOKEN_GROUPS", groups)
+            of_keys("attend/run_keys.wgsl#channel_tokens", bits).constant("KEY_TOKEN_GROUPS", groups)
         }
-        Levels(bits, unit) => of_keys("attend/run_keys/levels.wgsl", bits).float("KEY_UNIT", unit),
+        Levels(bits, unit) => of_keys("attend/run_keys.wgsl#levels", bits).float("KEY_UNIT", unit),
     };
     let of_values =
         |file, bits: Bits| variant.clone().import("run_values", file).constant("VALUE_BITS", bits.count() as usize);
     match values {
         F16 => variant,
-        Channel(_) if four => variant.import("run_values", "attend/run_values/channel_4bit.wgsl"),
-        Token(..) if four => variant.import("run_values", "attend/run_values/token_4bit.wgsl"),
-        Channel(bits) => of_values("attend/run_values/channel.wgsl", bits),
-        Token(bits, groups) => of_values("attend/run_values/token.wgsl", bits).constant("VALUE_CHANNEL_GROUPS", groups),
+        Channel(_) if four => variant.import("run_values", "attend/run_values.wgsl#channel_4bit"),
+        Token(..) if four => variant.import("run_values", "attend/run_values.wgsl#token_4bit"),
+        Channel(bits) => of_values("attend/run_values.wgsl#channel", bits),
+        Token(bits, groups) => of_values("attend/run_values.wgsl#token", bits).constant("VALUE_CHANNEL_GROUPS", groups),
         ChannelTokens(bits, groups) => {
-            of_values("attend/run_values/channel_tokens.wgsl", bits).constant("VALUE_TOKEN_GROUPS", groups)
+            of_values("attend/run_values.wgsl#channel_tokens", bits).constant("VALUE_TOKEN_GROUPS", groups)
         }
-        Levels(bits, unit) => of_values("attend/run_values/levels.wgsl", bits).float("VALUE_UNIT", unit),
+        Levels(bits, unit) => of_values("attend/run_values.wgsl#levels", bits).float("VALUE_UNIT", unit),
     }
 }
 
 fn put_softmax(variant: Variant, exchange: Exchange) -> Variant {
     match exchange {
         Exchange::Memory => variant,
-        Exchange::Subgroup => variant.import("workgroup_max", "attend/workgroup_max/subgroup.wgsl"),
+        Exchange::Subgroup => variant.import("workgroup_max", "attend/workgroup_max.wgsl#subgroup"),
     }
 }
 
 fn put_merge(variant: Variant, merge: Merge) -> Variant {
     match merge {
         Merge::Later => variant,
-        Merge::Last(output) => variant.import("merge", "attend/merge/last.wgsl").import("output", output_file(output)),
+        Merge::Last(output) => variant.import("merge", "attend/merge.wgsl#last").import("output", output_file(output)),
     }
 }
 
@@ -144,7 +144,7 @@ fn put_merge(variant: Variant, merge: Merge) -> Variant {
 fn put_numbering(variant: Variant, scores: Exchange, values: Exchange) -> Variant {
     match (scores, values) {
         (Exchange::Memory, Exchange::Memory) => variant,
-        _ => variant.import("numbering", "attend/numbering/subgroup.wgsl"),
+        _ => variant.import("numbering", "attend/numbering.wgsl#subgroup"),
     }
 }
 
@@ -156,25 +156,25 @@ impl Scores {
                 query.put(variant).constant("QUERY_PLANES", *query_planes)
             }
             Self::Fma { rows, field, query } => {
-                query.put(field.put_keys(rows.put(variant))).import("scores", "attend/scores/fma.wgsl")
+                query.put(field.put_keys(rows.put(variant))).import("step_scores", "attend/step_scores.wgsl#fma")
             }
             Self::Groups { rows, bytes, ranges, totals, query } => {
                 let variant = query.put(ranges.fields.put(bytes.put(KEYS, rows.put(variant))));
                 let variant = variant
-                    .import("scores", "attend/scores/groups.wgsl")
+                    .import("step_scores", "attend/step_scores.wgsl#groups")
                     .constant("KEY_TOKEN_GROUPS", ranges.groups)
                     .constant("KEY_AHEAD", ranges.ahead)
                     .float("KEY_MIDDLE", ranges.middle);
                 let variant = ranges.memory.put(variant);
                 match totals {
                     Exchange::Memory => variant,
-                    Exchange::Subgroup => variant.import("key_totals", "attend/key_totals/subgroup.wgsl"),
+                    Exchange::Subgroup => variant.import("key_totals", "attend/key_totals.wgsl#subgroup"),
                 }
             }
             Self::Sketch { rows, bits, query_rows, query_planes, level_unit, sketch_level } => {
-                let variant = rows.put(variant).import("scores", "attend/scores/sketch.wgsl");
+                let variant = rows.put(variant).import("step_scores", "attend/step_scores.wgsl#sketch");
                 let variant = match bits {
-                    Bits::Three => variant.import("sketch_fields", "attend/sketch_fields/three.wgsl"),
+                    Bits::Three => variant.import("sketch_fields", "attend/sketch_fields.wgsl#three"),
                     _ => variant,
                 };
                 variant
@@ -209,7 +209,7 @@ impl QueryMemory {
         match self {
             Self::Own => variant,
             Self::OfWeights { vectors } => variant
-                .import("query_bytes", "attend/query_bytes/of_weights.wgsl")
+                .import("query_bytes", "attend/query_bytes.wgsl#of_weights")
                 .constant("LEAST_WEIGHT_VECTORS", vectors),
         }
     }
@@ -238,16 +238,16 @@ struct CodeNames {
 
 const KEYS: CodeNames = CodeNames {
     slot: "key_bytes",
-    levels: "attend/key_bytes/levels.wgsl",
-    three: "attend/key_bytes/three.wgsl",
+    levels: "attend/key_bytes.wgsl#levels",
+    three: "attend/key_bytes.wgsl#three",
     bits: "KEY_BITS",
     mask: "KEY_MASK",
 };
 
 const VALUES: CodeNames = CodeNames {
     slot: "value_bytes",
-    levels: "attend/value_bytes/levels.wgsl",
-    three: "attend/value_bytes/three.wgsl",
+    levels: "attend/value_bytes.wgsl#levels",
+    three: "attend/value_bytes.wgsl#three",
     bits: "VALUE_BITS",
     mask: "VALUE_MASK",
 };
@@ -259,7 +259,7 @@ impl SignedBytes {
             Self::Levels(bits) => variant.import(names.slot, names.levels).constant(names.bits, bits.count() as usize),
             Self::ThreeTop => variant.import(names.slot, names.three),
             Self::ThreeLevels => {
-                variant.import(names.slot, names.three).import("three_bytes", "attend/three_bytes/levels.wgsl")
+                variant.import(names.slot, names.three).import("three_bytes", "attend/three_bytes.wgsl#levels")
             }
         }
     }
@@ -275,7 +275,7 @@ impl KeyRanges {
         match self {
             Self::Folded => variant,
             Self::Token { middle } => {
-                variant.import("key_ranges", "attend/key_ranges/token.wgsl").float("KEY_MIDDLE", middle)
+                variant.import("key_ranges", "attend/key_ranges.wgsl#token").float("KEY_MIDDLE", middle)
             }
         }
     }
@@ -286,17 +286,17 @@ impl Field {
         let with_codes = |codes, file| {
             let variant = variant.clone().import("key_field", file);
             match codes {
-                Bits::Three => variant.import("key_codes", "attend/key_codes/three.wgsl"),
+                Bits::Three => variant.import("key_codes", "attend/key_codes.wgsl#three"),
                 bits => variant.constant("KEY_BITS", bits.count() as usize),
             }
         };
         match self {
             Self::F16 => variant,
             Self::ChannelTokens(codes, groups) => {
-                with_codes(codes, "attend/key_field/channel_tokens.wgsl").constant("KEY_TOKEN_GROUPS", groups)
+                with_codes(codes, "attend/key_field.wgsl#channel_tokens").constant("KEY_TOKEN_GROUPS", groups)
             }
             Self::TokenChannels(codes, channels) => {
-                with_codes(codes, "attend/key_field/token_channels.wgsl").constant("KEY_GROUP_CHANNELS", channels)
+                with_codes(codes, "attend/key_field.wgsl#token_channels").constant("KEY_GROUP_CHANNELS", channels)
             }
         }
     }
@@ -306,7 +306,7 @@ impl Field {
             let variant = variant.clone().import("value_field", file);
             match codes {
                 Bits::Three => {
-                    variant.alias("ValueVector", "array<u32, 3>").import("value_codes", "attend/value_codes/three.wgsl")
+                    variant.alias("ValueVector", "array<u32, 3>").import("value_codes", "attend/value_codes.wgsl#three")
                 }
                 bits => variant.constant("VALUE_BITS", bits.count() as usize),
             }
@@ -314,10 +314,10 @@ impl Field {
         match self {
             Self::F16 => variant,
             Self::ChannelTokens(codes, groups) => {
-                with_codes(codes, "attend/value_field/channel_tokens.wgsl").constant("VALUE_TOKEN_GROUPS", groups)
+                with_codes(codes, "attend/value_field.wgsl#channel_tokens").constant("VALUE_TOKEN_GROUPS", groups)
             }
             Self::TokenChannels(codes, channels) => {
-                with_codes(codes, "attend/value_field/token_channels.wgsl").constant("VALUE_GROUP_CHANNELS", channels)
+                with_codes(codes, "attend/value_field.wgsl#token_channels").constant("VALUE_GROUP_CHANNELS", channels)
             }
         }
     }
@@ -326,10 +326,10 @@ impl Field {
 impl IntegerQuery {
     fn put(self, variant: Variant) -> Variant {
         let Self::Own { given, fields, totals } = self else { return variant };
-        let variant = given.put(fields.put(variant)).import("query", "attend/query/own.wgsl");
+        let variant = given.put(fields.put(variant)).import("query", "attend/query.wgsl#own");
         match totals {
             Exchange::Memory => variant,
-            Exchange::Subgroup => variant.import("team_totals", "attend/team_totals/subgroup.wgsl"),
+            Exchange::Subgroup => variant.import("team_totals", "attend/team_totals.wgsl#subgroup"),
         }
     }
 }
@@ -338,7 +338,7 @@ impl FloatQuery {
     fn put(self, variant: Variant) -> Variant {
         match self {
             Self::Prepared => variant,
-            Self::Own(given) => given.put(variant).import("query", "attend/query/own_f32.wgsl"),
+            Self::Own(given) => given.put(variant).import("query", "attend/query.wgsl#own_f32"),
         }
     }
 }
@@ -352,7 +352,7 @@ impl GivenQuery {
 impl QueryFields {
     pub(super) fn put(self, variant: Variant) -> Variant {
         let variant = match self.span_middle {
-            Some(middle) => variant.import("query_ranges", "attend/query_ranges/span.wgsl").float("KEY_MIDDLE", middle),
+            Some(middle) => variant.import("query_ranges", "attend/query_ranges.wgsl#span").float("KEY_MIDDLE", middle),
             None => variant,
         };
         variant
@@ -369,14 +369,14 @@ impl Values {
             variant.constant("CHANNELS", self.channels.channels).constant("CHANNEL_BLOCKS", self.channels.blocks);
         let variant = match self.rotation {
             Some(rotation) => {
-                let variant = variant.import("output_rotation", "attend/output_rotation/hadamard.wgsl");
+                let variant = variant.import("output_rotation", "attend/output_rotation.wgsl#hadamard");
                 with_turn(variant, DirectedRotation { rotation, direction: Direction::Inverse }, head_dim)
             }
             None => variant,
         };
         match &self.sums {
             Sums::Fma { field, weights } => {
-                let variant = field.put_values(variant).import("values", "attend/values/fma.wgsl");
+                let variant = field.put_values(variant).import("values", "attend/values.wgsl#fma");
                 match weights {
                     FloatWeights::F16 => variant.with_f16().alias("Weights", "vec4<f16>"),
                     FloatWeights::F32 => variant,
@@ -384,11 +384,11 @@ impl Values {
             }
             Sums::Dot { bytes, ranges } => ranges.put(bytes.put(VALUES, variant)),
             Sums::Byte { bytes, weights, block_max } => {
-                let variant = bytes.put(VALUES, variant).import("values", "attend/values/byte.wgsl");
+                let variant = bytes.put(VALUES, variant).import("values", "attend/values.wgsl#byte");
                 let variant = weights.put(variant, 32 / self.channels.channels);
                 match block_max {
                     Exchange::Memory => variant,
-                    Exchange::Subgroup => variant.import("block_max", "attend/block_max/subgroup.wgsl"),
+                    Exchange::Subgroup => variant.import("block_max", "attend/block_max.wgsl#subgroup"),
                 }
             }
         }
@@ -407,7 +407,7 @@ impl ValueRanges {
         match self {
             Self::Folded { middle } => variant.float("VALUE_MIDDLE", middle),
             Self::Token { middle, unit } => variant
-                .import("value_ranges", "attend/value_ranges/token.wgsl")
+                .import("value_ranges", "attend/value_ranges.wgsl#token")
                 .float("VALUE_MIDDLE", middle)
                 .float("VALUE_UNIT", unit),
         }
@@ -419,9 +419,9 @@ impl ByteWeights {
     fn put(self, variant: Variant, stride: usize) -> Variant {
         match self {
             Self::Shared { middle } => variant.float("VALUE_MIDDLE", middle),
-            Self::Tiles => variant.import("value_ranges", "attend/value_ranges/tiles.wgsl"),
+            Self::Tiles => variant.import("value_ranges", "attend/value_ranges.wgsl#tiles"),
             Self::Groups { groups, centre } => variant
-                .import("byte_weights", "attend/byte_weights/groups.wgsl")
+                .import("byte_weights", "attend/byte_weights.wgsl#groups")
                 .constant("WEIGHT_GROUPS", groups)
                 .constant("CHANNEL_STRIDE", stride)
                 .float("VALUE_CENTRE", centre),
@@ -432,17 +432,17 @@ impl ByteWeights {
 /// Slot `input`.
 pub(super) fn input_file(input: ElementType) -> &'static str {
     match input {
-        ElementType::F32 => "attend/input/f32.wgsl",
-        ElementType::F16 => "attend/input/f16.wgsl",
-        ElementType::Bf16 => "attend/input/bf16.wgsl",
+        ElementType::F32 => "attend/input.wgsl#f32",
+        ElementType::F16 => "attend/input.wgsl#f16",
+        ElementType::Bf16 => "attend/input.wgsl#bf16",
     }
 }
 
 /// Slot `output`.
 pub(super) fn output_file(output: ElementType) -> &'static str {
     match output {
-        ElementType::F32 => "attend/output/f32.wgsl",
-        ElementType::F16 => "attend/output/f16.wgsl",
-        ElementType::Bf16 => "attend/output/bf16.wgsl",
+        ElementType::F32 => "attend/output.wgsl#f32",
+        ElementType::F16 => "attend/output.wgsl#f16",
+        ElementType::Bf16 => "attend/output.wgsl#bf16",
     }
 }

@@ -11,12 +11,12 @@ impl Specialisation<'_> {
     /// The kernel that prepares queries of `input` elements, and resets `extremes` if a segment has some.
     pub fn prepare_query(&self, input: ElementType, extremes: Extremes) -> Variant {
         let variant = match extremes {
-            Extremes::Reset => self.prepare_rotated_query(input).import("extremes", "attend/extremes/reset.wgsl"),
+            Extremes::Reset => self.prepare_rotated_query(input).import("extremes", "attend/extremes.wgsl#reset"),
             Extremes::None => self.prepare_rotated_query(input),
         };
         match self.integer_keys() {
             true => self.query_fields().put(variant).constant("QUERY_PLANES", self.query_planes()),
-            false => variant.import("query_row", "attend/query_row/f32.wgsl"),
+            false => variant.import("query_row", "attend/query_row.wgsl#f32"),
         }
     }
 
@@ -38,9 +38,9 @@ impl Specialisation<'_> {
         if let Some(rotation) = self.format.key.rotation() {
             let turn = DirectedRotation { rotation, direction: Direction::Forward };
             variant = match self.format.key.sketched().and_then(|format| format.sketch) {
-                None => variant.import("query_rotation", "attend/query_rotation/hadamard.wgsl"),
+                None => variant.import("query_rotation", "attend/query_rotation.wgsl#hadamard"),
                 Some(sketch) => {
-                    let sketched = variant.import("query_rotation", "attend/query_rotation/sketch.wgsl");
+                    let sketched = variant.import("query_rotation", "attend/query_rotation.wgsl#sketch");
                     with_sketch(sketched, sketch, rotation.order(), head_dim).constant("PARTS", self.query_parts())
                 }
             };

@@ -97,10 +97,10 @@ fn of_tokens(
     rows: ElementType,
     centred: bool,
 ) -> Variant {
-    let places = if centred { "pack/places/centred_tokens.wgsl" } else { "pack/places/tokens.wgsl" };
+    let places = if centred { "pack/places.wgsl#centred_tokens" } else { "pack/places.wgsl#tokens" };
     let finite = match centred && which == KeyOrValue::Key {
-        true => "pack/finite/centred.wgsl",
-        false => "pack/finite/flagged.wgsl",
+        true => "pack/finite.wgsl#centred",
+        false => "pack/finite.wgsl#flagged",
     };
     variant_of(shape, format, which, rows.into()).import("places", places).import("finite", finite)
 }
@@ -108,7 +108,7 @@ fn of_tokens(
 /// The rows of windows.
 pub(super) fn of_windows(shape: &AttentionShape, format: &TensorFormat, which: KeyOrValue) -> Variant {
     let variant = variant_of(shape, format, which, ElementType::F32.into());
-    tile_call::with_f16_tiles(variant, which).import("places", "pack/places/window_rows.wgsl")
+    tile_call::with_f16_tiles(variant, which).import("places", "pack/places.wgsl#window_rows")
 }
 
 /// Contiguous rows that were already checked, into listed places.
@@ -116,28 +116,28 @@ pub(super) fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: K
     let variant = Variant::new(&SHADERS, "append").constant("HEAD_DIM", shape.head_dim());
     let variant = match which {
         KeyOrValue::Key => variant,
-        KeyOrValue::Value => variant.import("words", "pack/words/of_value.wgsl"),
+        KeyOrValue::Value => variant.import("words", "pack/words.wgsl#of_value"),
     };
     let variant = tile_call::with_rows(tile_call::with_layout(variant, format.element_bits(), which), rows);
     let variant = match format.rotation() {
         None => variant,
         Some(rotation) => {
             let turn = DirectedRotation { rotation, direction: Direction::Forward };
-            with_turn(variant.import("row", "pack/row/rotated.wgsl"), turn, shape.head_dim())
+            with_turn(variant.import("row", "pack/row.wgsl#rotated"), turn, shape.head_dim())
         }
     };
     match format {
         TensorFormat::F16 => variant,
         TensorFormat::Affine(affine) => tile_call::with_range_rule(variant, format)
-            .import("field", "pack/field/codes.wgsl")
+            .import("field", "pack/field.wgsl#codes")
             .import("ranges", ROW_RANGES)
             .import("row_ranges", ROW_RANGES)
             .constant("GROUPING", tile_call::grouping_constant(affine.grouping)),
         TensorFormat::Codebook(codebook) => match codebook.sketch {
             None => {
                 let row_norm = match codebook.norms {
-                    NormRule::Row => "pack/row_ranges/norm.wgsl",
-                    NormRule::Renormalized => "pack/row_ranges/renormalized.wgsl",
+                    NormRule::Row => "pack/row_ranges.wgsl#norm",
+                    NormRule::Renormalized => "pack/row_ranges.wgsl#renormalized",
                 };
                 let variant = with_codebook_fields(variant, codebook, shape.head_dim());
                 variant.import("norms", row_norm).import("row_ranges", row_norm)
@@ -153,10 +153,10 @@ pub(super) fn variant_of(shape: &AttentionShape, format: &TensorFormat, which: K
 }
 
 /// Ranges that are computed for a row and used by its codes.
-const ROW_RANGES: &str = "pack/row_ranges/affine.wgsl";
+const ROW_RANGES: &str = "pack/row_ranges.wgsl#affine";
 
 /// The norms, codes and sketch of a row.
-const ROW_SKETCH: &str = "pack/row_ranges/sketch.wgsl";
+const ROW_SKETCH: &str = "pack/row_ranges.wgsl#sketch";
 
 /// Every variant that a plan uses.
 pub(crate) fn variants() -> Vec<Variant> {

@@ -35,7 +35,7 @@ pub(super) fn variant_of(head_dim: usize, rotation: Option<Rotation>, rows: Rows
         None => variant,
         Some(rotation) => {
             let turn = DirectedRotation { rotation, direction: Direction::Forward };
-            with_turn(variant.import("row", "pack/row/rotated.wgsl"), turn, head_dim)
+            with_turn(variant.import("row", "pack/row.wgsl#rotated"), turn, head_dim)
         }
     }
 }

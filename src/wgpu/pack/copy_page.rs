@@ -47,8 +47,8 @@ fn bind_part(
 
 /// Within one shard, or from one to another.
 fn variant(within: bool) -> Variant {
-    let variant = Variant::new(&SHADERS, "copy_page").import("places", "pack/places/copies.wgsl");
-    if within { variant } else { variant.import("source", "pack/source/other.wgsl") }
+    let variant = Variant::new(&SHADERS, "copy_page").import("places", "pack/places.wgsl#copies");
+    if within { variant } else { variant.import("source", "pack/source.wgsl#other") }
 }
 
 /// Both variants.

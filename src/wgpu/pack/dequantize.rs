@@ -150,8 +150,8 @@ fn stages(format: &TensorFormat, which: KeyOrValue, head_dim: usize) -> Vec<Stag
         tile_call::with_layout(Variant::new(&SHADERS, "dequantize"), format.element_bits(), which)
             .import("field", field)
     };
-    let signs = of("pack/field/sketch.wgsl").float("SKETCH_LEVEL", sketch_level(head_dim));
-    let levels = with_level_fields(of("pack/field/codebook.wgsl"), sketched, head_dim).constant("ADDS", 1);
+    let signs = of("pack/field.wgsl#sketch").float("SKETCH_LEVEL", sketch_level(head_dim));
+    let levels = with_level_fields(of("pack/field.wgsl#codebook"), sketched, head_dim).constant("ADDS", 1);
     vec![
         Stage { variant: signs, back: sketched.sketch_rotations(head_dim).rev().collect() },
         Stage { variant: levels, back: format.rotation().into_iter().collect() },

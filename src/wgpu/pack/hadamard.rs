@@ -110,7 +110,7 @@ pub(crate) fn rotate_in_place(
 
 /// The variant of [`rotate_in_place`].
 pub(crate) fn in_place(head_dim: usize, turn: DirectedRotation) -> Variant {
-    variant(head_dim, turn).import("rows", "pack/rows/in_place.wgsl")
+    variant(head_dim, turn).import("rows", "pack/rows.wgsl#in_place")
 }
 
 /// The variant of [`rotate`].
@@ -136,7 +136,7 @@ fn variant(head_dim: usize, turn: DirectedRotation) -> Variant {
     with_turn(Variant::new(&SHADERS, "hadamard").constant("HEAD_DIM", head_dim), turn, head_dim)
 }
 
-/// The constants of `common/rotate_row.wgsl`.
+/// The constants of `common/rotation.wgsl#rotate_row`.
 pub(crate) fn with_turn(variant: Variant, turn: DirectedRotation, head_dim: usize) -> Variant {
     variant
         .constant("ROTATION_BLOCKS", turn.rotation.dealt_blocks(head_dim))
@@ -147,7 +147,7 @@ pub(crate) fn with_turn(variant: Variant, turn: DirectedRotation, head_dim: usiz
         .constant("ROTATION_BACK", usize::from(turn.direction == Direction::Inverse))
 }
 
-/// The constants of `common/sketch_row.wgsl`; order and scale are those of the row's own rotation.
+/// The constants of `common/rotation.wgsl#sketch_row`; order and scale are those of the row's own rotation.
 pub(crate) fn with_sketch(variant: Variant, sketch: Sketch, order: usize, head_dim: usize) -> Variant {
     variant
         .constant("SKETCH_BLOCKS", head_dim / order)

@@ -94,7 +94,7 @@ fn variant_of(keys: ElementType) -> Variant {
 
 /// The means that a step's table lists.
 pub(super) fn of_step(keys: ElementType) -> Variant {
-    variant_of(keys).import("mean", "pack/mean/of_step.wgsl")
+    variant_of(keys).import("mean", "pack/mean.wgsl#of_step")
 }
 
 /// Every variant that a plan uses.

@@ -6,13 +6,13 @@ use crate::wgpu::device::Variant;
 
 /// Sets the fields of tiles to those of a codebook, with its levels and boundaries.
 pub(super) fn with_codebook_fields(variant: Variant, format: &CodebookFormat, head_dim: usize) -> Variant {
-    with_level_fields(variant.import("field", "pack/field/codebook.wgsl"), format, head_dim)
+    with_level_fields(variant.import("field", "pack/field.wgsl#codebook"), format, head_dim)
 }
 
 /// Sets the levels of a codebook with their boundaries, or none for a sketch alone.
 pub(super) fn with_level_fields(variant: Variant, format: &CodebookFormat, head_dim: usize) -> Variant {
     let Some(bits) = format.level_bits() else {
-        return variant.import("level_fields", "pack/level_fields/slot.wgsl");
+        return variant.import("level_fields", "pack/level_fields.wgsl");
     };
     // A format without levels is refused when a store is created.
     let upper = upper_levels(bits, head_dim).unwrap_or_default();

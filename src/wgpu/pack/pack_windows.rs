@@ -27,14 +27,14 @@ pub(super) fn variants_of(shape: &AttentionShape, format: &TensorFormat, which: 
     match WindowPacking::of(format) {
         WindowPacking::Rows => vec![append::of_windows(shape, format, which)],
         WindowPacking::Tiles => {
-            let tiles = tiles("pack/places/windows.wgsl").into_iter();
+            let tiles = tiles("pack/places.wgsl#windows").into_iter();
             tiles.map(|variant| tile_call::with_f16_tiles(variant, which)).collect()
         }
         WindowPacking::RotatedTiles(rotation) => {
             let turn = DirectedRotation { rotation, direction: Direction::Forward };
             let rotate = tile_call::with_f16_tiles(hadamard::from_rows(head_dim, turn, dense), which)
-                .import("tokens", "pack/tokens/windows.wgsl");
-            std::iter::once(rotate).chain(tiles("pack/places/rotated_windows.wgsl")).collect()
+                .import("tokens", "pack/tokens.wgsl#windows");
+            std::iter::once(rotate).chain(tiles("pack/places.wgsl#rotated_windows")).collect()
         }
     }
 }

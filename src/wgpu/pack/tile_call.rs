@@ -246,23 +246,23 @@ impl<'a> BoundRows<'a> {
 /// Chooses the type of the dense tensor's elements, and how tokens are found.
 pub(crate) fn with_rows(variant: Variant, rows: RowsKind) -> Variant {
     let variant = variant.import("rows", rows_file(rows.element_type));
-    if rows.gathered { variant.import("tokens", "pack/tokens/gather.wgsl") } else { variant }
+    if rows.gathered { variant.import("tokens", "pack/tokens.wgsl#gather") } else { variant }
 }
 
 /// Rows of f16 tiles instead of a dense tensor's.
 pub(crate) fn with_f16_tiles(variant: Variant, which: KeyOrValue) -> Variant {
     match which {
-        KeyOrValue::Key => variant.import("rows", "pack/rows/key_tile.wgsl"),
-        KeyOrValue::Value => variant.import("rows", "pack/rows/value_tile.wgsl"),
+        KeyOrValue::Key => variant.import("rows", "pack/rows.wgsl#key_tile"),
+        KeyOrValue::Value => variant.import("rows", "pack/rows.wgsl#value_tile"),
     }
 }
 
 /// The shader file that reads elements of this type.
 pub(crate) fn rows_file(element_type: ElementType) -> &'static str {
     match element_type {
-        ElementType::F32 => "pack/rows/f32.wgsl",
-        ElementType::F16 => "pack/rows/f16.wgsl",
-        ElementType::Bf16 => "pack/rows/bf16.wgsl",
+        ElementType::F32 => "pack/rows.wgsl#f32",
+        ElementType::F16 => "pack/rows.wgsl#f16",
+        ElementType::Bf16 => "pack/rows.wgsl#bf16",
     }
 }
 
@@ -272,10 +272,10 @@ pub(crate) fn with_fields(variant: Variant, format: &TensorFormat, head_dim: usi
         return with_codebook_fields(variant, codebook, head_dim);
     }
     match format.grouping() {
-        None => variant.import("field", "pack/field/f16.wgsl"),
+        None => variant.import("field", "pack/field.wgsl#f16"),
         Some(Grouping::Channel) => variant,
         Some(grouping) => {
-            variant.import("ranges", "pack/ranges/of_tile.wgsl").constant("GROUPING", grouping_constant(grouping))
+            variant.import("ranges", "pack/ranges.wgsl#of_tile").constant("GROUPING", grouping_constant(grouping))
         }
     }
 }

@@ -43,7 +43,7 @@ pub struct BoundMerge {
     pub values: Tensor,
 }
 
-/// `MergeCall` of `select/merge_call.wgsl`.
+/// `MergeCall` of `select/calls.wgsl#merge_call`.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct MergeCall {

@@ -48,9 +48,9 @@ fn upload_call<T: bytemuck::Pod>(device: &wgpu::Device, call: &T, words: &[u32])
 /// The shader file that reads the elements of query rows.
 const fn queries_file(element_type: ElementType) -> &'static str {
     match element_type {
-        ElementType::F32 => "select/queries/f32.wgsl",
-        ElementType::F16 => "select/queries/f16.wgsl",
-        ElementType::Bf16 => "select/queries/bf16.wgsl",
+        ElementType::F32 => "select/queries.wgsl#f32",
+        ElementType::F16 => "select/queries.wgsl#f16",
+        ElementType::Bf16 => "select/queries.wgsl#bf16",
     }
 }
 

@@ -32,7 +32,7 @@ struct Moves {
     count: usize,
 }
 
-/// `MoveCall` of `select/move_rows.wgsl`.
+/// `MoveCall` of `select/rows.wgsl#move_rows`.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct MoveCall {

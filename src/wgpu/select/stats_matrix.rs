@@ -40,7 +40,7 @@ pub(super) struct MatrixCut {
     pub parts: usize,
 }
 
-/// `MatrixCall` of `select/matrix_call.wgsl`.
+/// `MatrixCall` of `select/calls.wgsl#matrix_call`.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct MatrixCall {
@@ -152,7 +152,7 @@ impl MatrixCut {
     pub fn column_variant(&self, queries: ElementType, aggregation: HeadAggregation, counting: bool) -> Variant {
         let variant = self.variant("attention_column_stats_matrix", queries).with_matrices();
         let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
-        if counting { variant.import("counting", "select/matrix_counting/rows.wgsl") } else { variant }
+        if counting { variant.import("counting", "select/matrix_counting.wgsl#rows") } else { variant }
     }
 
     fn variant(&self, kernel: &'static str, queries: ElementType) -> Variant {

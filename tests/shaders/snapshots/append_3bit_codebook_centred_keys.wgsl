@@ -76,7 +76,7 @@ struct Call {
 const TILE_TOKENS: u32 = 128u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens/run.wgsl
+// shaders/pack/tokens.wgsl#run
 // ----------------------------------------------------------------------------------------------------
 
 // Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
@@ -89,7 +89,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/places/centred_tokens.wgsl
+// shaders/pack/places.wgsl#centred_tokens
 // ----------------------------------------------------------------------------------------------------
 
 // Tokens that a step stores centred. The slot of the centre takes the place of the range slot.
@@ -123,7 +123,7 @@ fn has_entry(index: u32) -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/places/centred_tokens.wgsl
+// shaders/pack/places.wgsl#centred_tokens
 // ----------------------------------------------------------------------------------------------------
 
 fn place_count() -> u32 {
@@ -314,7 +314,7 @@ fn half_bits(x: f32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // Elements of a dense f16 tensor, two to a word, the first in the low half.
@@ -323,7 +323,7 @@ fn half_bits(x: f32) -> u32 {
 // binds: 1 rows
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
@@ -344,7 +344,7 @@ const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row/rotated.wgsl
+// shaders/pack/row.wgsl#rotated
 // ----------------------------------------------------------------------------------------------------
 
 // A row in workgroup memory that is stored rotated.
@@ -353,7 +353,7 @@ const HEAD_DIM: u32 = 128u;
 // gives: put_channel, channel_value, finish_row
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotate_row.wgsl
+// shaders/common/rotation.wgsl#rotate_row
 // ----------------------------------------------------------------------------------------------------
 
 // Rotates a row of HEAD_DIM channels in workgroup memory, in place: `format::Rotation`. Blocks of ORDER channels are
@@ -368,7 +368,7 @@ const HEAD_DIM: u32 = 128u;
 // gives: rotated, rotate_row
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotation.wgsl
+// shaders/common/rotation.wgsl#rotation
 // ----------------------------------------------------------------------------------------------------
 
 // `format::Rotation` of a row of channels: its numbers, and what becomes of a channel before and after the butterflies.
@@ -422,7 +422,7 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotate_row.wgsl
+// shaders/common/rotation.wgsl#rotate_row
 // ----------------------------------------------------------------------------------------------------
 
 var<workgroup> rotated: array<f32, HEAD_DIM>;
@@ -444,7 +444,7 @@ fn rotate_row(invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row/rotated.wgsl
+// shaders/pack/row.wgsl#rotated
 // ----------------------------------------------------------------------------------------------------
 
 fn put_channel(channel: u32, x: f32) {
@@ -461,7 +461,7 @@ fn finish_row(invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_ranges/norm.wgsl
+// shaders/pack/row_ranges.wgsl#norm
 // ----------------------------------------------------------------------------------------------------
 
 // The norm of a single row. It is stored with the tile, and the rounded value is kept for the codes.
@@ -471,7 +471,7 @@ fn finish_row(invocation: u32) {
 // binds: 3 ranges
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_norm_bits.wgsl
+// shaders/pack/norm.wgsl#row_norm_bits
 // ----------------------------------------------------------------------------------------------------
 
 // The norm of the row in workgroup memory as 16 bits. Every invocation must call, and each gets the result.
@@ -480,7 +480,7 @@ fn finish_row(invocation: u32) {
 // gives: row_squares, row_norm_bits, row_sum_of_squares
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/norm.wgsl
+// shaders/pack/norm.wgsl#norm
 // ----------------------------------------------------------------------------------------------------
 
 // The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Squares are summed over four channels, then
@@ -530,7 +530,7 @@ fn midpoint_square(half: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_norm_bits.wgsl
+// shaders/pack/norm.wgsl#row_norm_bits
 // ----------------------------------------------------------------------------------------------------
 
 var<workgroup> row_squares: array<f32, HEAD_DIM / 4u>;
@@ -563,7 +563,7 @@ fn row_sum_of_squares() -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_ranges/norm.wgsl
+// shaders/pack/row_ranges.wgsl#norm
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
@@ -583,7 +583,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/field/codebook.wgsl
+// shaders/pack/field.wgsl#codebook
 // ----------------------------------------------------------------------------------------------------
 
 // Fields of tiles of codebook codes, stored signed, and their norms.
@@ -592,7 +592,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 // gives: field_bits, field_value
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/level_fields/levels.wgsl
+// shaders/pack/level_fields.wgsl#levels
 // ----------------------------------------------------------------------------------------------------
 
 // Codes of levels, stored signed: `format::Codebook`, bit for bit.
@@ -631,7 +631,7 @@ fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> v
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/level_fields/levels.wgsl
+// shaders/pack/level_fields.wgsl#levels
 // ----------------------------------------------------------------------------------------------------
 
 const LEVEL_BITS: u32 = 3u;
@@ -664,7 +664,7 @@ fn level_value(field: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/field/codebook.wgsl
+// shaders/pack/field.wgsl#codebook
 // ----------------------------------------------------------------------------------------------------
 
 fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32 {
@@ -676,11 +676,11 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite/centred.wgsl
+// shaders/pack/finite.wgsl#centred
 // ----------------------------------------------------------------------------------------------------
 
 // Elements of keys that may be NaN, infinite or too large: these become zeros and set flags. The centre of the sequence
-// is subtracted from every element. Its slot takes the place of the range slot (`places/centred_tokens.wgsl`).
+// is subtracted from every element. Its slot takes the place of the range slot (`places.wgsl#centred_tokens`).
 //
 // needs: HEAD_DIM, Place, call
 // gives: storable
@@ -708,7 +708,7 @@ fn flagged_element(bits: u32, token: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite/centred.wgsl
+// shaders/pack/finite.wgsl#centred
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(7) var<storage, read> centres: array<f32>;
@@ -719,7 +719,7 @@ fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/words/of_key.wgsl
+// shaders/pack/words.wgsl#of_key
 // ----------------------------------------------------------------------------------------------------
 
 // The words of a key, which belong to it alone. An invocation codes some channels, then writes some words.

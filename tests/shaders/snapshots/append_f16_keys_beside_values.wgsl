@@ -76,7 +76,7 @@ struct Call {
 const TILE_TOKENS: u32 = 128u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens/run.wgsl
+// shaders/pack/tokens.wgsl#run
 // ----------------------------------------------------------------------------------------------------
 
 // Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
@@ -89,7 +89,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/places/tokens.wgsl
+// shaders/pack/places.wgsl#tokens
 // ----------------------------------------------------------------------------------------------------
 
 // Tokens that a step stores.
@@ -123,7 +123,7 @@ fn has_entry(index: u32) -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/places/tokens.wgsl
+// shaders/pack/places.wgsl#tokens
 // ----------------------------------------------------------------------------------------------------
 
 fn place_count() -> u32 {
@@ -314,7 +314,7 @@ fn half_bits(x: f32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // Elements of a dense f16 tensor, two to a word, the first in the low half.
@@ -323,7 +323,7 @@ fn half_bits(x: f32) -> u32 {
 // binds: 1 rows
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
@@ -344,7 +344,7 @@ const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row/plain.wgsl
+// shaders/pack/row.wgsl#plain
 // ----------------------------------------------------------------------------------------------------
 
 // A row in workgroup memory that is stored without rotation.
@@ -367,14 +367,14 @@ fn finish_row(invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_ranges/slot.wgsl
+// shaders/pack/row_ranges.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called by all invocations once the row is in workgroup memory.
 fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/field/f16.wgsl
+// shaders/pack/field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // Fields of f16 tiles.
@@ -383,7 +383,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {}
 // gives: field_bits, field_value
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/field/f16.wgsl
+// shaders/pack/field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32 {
@@ -395,7 +395,7 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite/flagged.wgsl
+// shaders/pack/finite.wgsl#flagged
 // ----------------------------------------------------------------------------------------------------
 
 // Elements that may be NaN, infinite or too large: these become zeros and set flags.
@@ -425,7 +425,7 @@ fn flagged_element(bits: u32, token: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite/flagged.wgsl
+// shaders/pack/finite.wgsl#flagged
 // ----------------------------------------------------------------------------------------------------
 
 fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
@@ -433,7 +433,7 @@ fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/words/of_key.wgsl
+// shaders/pack/words.wgsl#of_key
 // ----------------------------------------------------------------------------------------------------
 
 // The words of a key, which belong to it alone. An invocation codes some channels, then writes some words.
@@ -572,7 +572,7 @@ struct other_Call {
 const other_TILE_TOKENS: u32 = 128u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens/run.wgsl
+// shaders/pack/tokens.wgsl#run
 // ----------------------------------------------------------------------------------------------------
 
 // Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
@@ -585,7 +585,7 @@ fn other_token_of(token: u32, kv_head: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/places/tokens.wgsl
+// shaders/pack/places.wgsl#tokens
 // ----------------------------------------------------------------------------------------------------
 
 // Tokens that a step stores.
@@ -618,7 +618,7 @@ fn other_has_entry(index: u32) -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/places/tokens.wgsl
+// shaders/pack/places.wgsl#tokens
 // ----------------------------------------------------------------------------------------------------
 
 fn other_place_count() -> u32 {
@@ -809,7 +809,7 @@ fn other_half_bits(x: f32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // Elements of a dense f16 tensor, two to a word, the first in the low half.
@@ -818,7 +818,7 @@ fn other_half_bits(x: f32) -> u32 {
 // binds: 1 rows
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(9) var<storage, read> other_rows: array<u32>;
@@ -839,7 +839,7 @@ const other_INVOCATIONS: u32 = 64u;
 const other_HEAD_DIM: u32 = 128u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row/plain.wgsl
+// shaders/pack/row.wgsl#plain
 // ----------------------------------------------------------------------------------------------------
 
 // A row in workgroup memory that is stored without rotation.
@@ -862,14 +862,14 @@ fn other_finish_row(invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_ranges/slot.wgsl
+// shaders/pack/row_ranges.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called by all invocations once the row is in workgroup memory.
 fn other_store_row_ranges(place: other_Place, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/field/f16.wgsl
+// shaders/pack/field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // Fields of f16 tiles.
@@ -878,7 +878,7 @@ fn other_store_row_ranges(place: other_Place, kv_head: u32, invocation: u32) {}
 // gives: field_bits, field_value
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/field/f16.wgsl
+// shaders/pack/field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 fn other_field_bits(value: f32, place: other_Place, kv_head: u32, token: u32, channel: u32) -> u32 {
@@ -890,7 +890,7 @@ fn other_field_value(field: u32, place: other_Place, kv_head: u32, token: u32, c
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite/flagged.wgsl
+// shaders/pack/finite.wgsl#flagged
 // ----------------------------------------------------------------------------------------------------
 
 // Elements that may be NaN, infinite or too large: these become zeros and set flags.
@@ -920,7 +920,7 @@ fn other_flagged_element(bits: u32, token: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite/flagged.wgsl
+// shaders/pack/finite.wgsl#flagged
 // ----------------------------------------------------------------------------------------------------
 
 fn other_storable(bits: u32, place: other_Place, kv_head: u32, channel: u32) -> f32 {
@@ -928,7 +928,7 @@ fn other_storable(bits: u32, place: other_Place, kv_head: u32, channel: u32) -> 
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/words/of_value.wgsl
+// shaders/pack/words.wgsl#of_value
 // ----------------------------------------------------------------------------------------------------
 
 // The words of a value, which also hold other tokens. Tokens of one word may be stored at the same time. Nobody else

@@ -7,13 +7,13 @@
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
 // over the tokens of one work item, for one KV head and up to HEADS of its query heads. If keys are not rotated, the
-// query is prepared here (query/own.wgsl, query/own_f32.wgsl). If there are few items, their states are merged here
-// (attend/merge/last.wgsl). Otherwise `prepare_query` and `merge_states` do this.
+// query is prepared here (query.wgsl#own, query.wgsl#own_f32). If there are few items, their states are merged here
+// (attend/merge.wgsl#last). Otherwise `prepare_query` and `merge_states` do this.
 //
-// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
-// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/step_scores.wgsl the keys,
+// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query heads, 16 bytes per
 // lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
-// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of one step, 512 · HEADS
 // bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
@@ -23,7 +23,7 @@
 // of which the largest is 1, or kept from 0.
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/numbering/subgroup.wgsl
+// shaders/attend/numbering.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
@@ -54,7 +54,7 @@ fn number(numbering: Numbering) -> u32 {
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
-// attend/numbering/subgroup.wgsl, as for shuffles and matrices; nothing else depends on how the device forms those.)
+// attend/numbering.wgsl#subgroup, as for shuffles and matrices; nothing else depends on how the device forms those.)
 //
 // Tables are read from memory that a caller may have written. What is read becomes an index only after it was
 // clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
@@ -131,7 +131,7 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of/slot.wgsl
+// shaders/attend/item_of.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // False for a workgroup without queries, which then does nothing.
@@ -196,7 +196,7 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/groups.wgsl
+// shaders/attend/step_scores.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
 // Scores of packed keys with one range per channel and group of consecutive tokens, by integer dot products:
@@ -204,12 +204,12 @@ fn set_scores_lowest() {
 //   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
 // The scales of a group are multiplied into the query, which is converted to bytes separately for every group of a
-// tile, in the order of use (attend/query_fields.wgsl). The bytes are relative to the largest |q s_g| of the whole
+// tile, in the order of use (attend/prepared_query.wgsl#query_fields). The bytes are relative to the largest |q s_g| of the whole
 // tile: that takes one maximum over the team per head, where separate units would take one per group. A team does this
-// for its next tile between two barriers of a step (attend/query_bytes/); a lane takes the field groups lane, lane +
+// for its next tile between two barriers of a step (attend/query_bytes.wgsl); a lane takes the field groups lane, lane +
 // 32, ... The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Groups of eight
 // neighbouring lanes or more read neighbouring vectors of keys and convert their fields to signed bytes
-// (attend/key_bytes/).
+// (attend/key_bytes.wgsl).
 //
 // needs: HEADS, HEAD_DIM, KV_HEADS, LANE_TOKENS, STEP_TILES, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, KEY_TOKEN_GROUPS, QUERY_VECTORS, QUERY_ROW, query, STEP_QUERY_VECTORS, group_biases,
@@ -230,7 +230,7 @@ const KEY_VECTORS: u32 = 2u;
 const KEY_AHEAD: u32 = 2u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_bytes/top.wgsl
+// shaders/attend/key_bytes.wgsl#top
 // ----------------------------------------------------------------------------------------------------
 
 // Signed bytes of a field group of keys, affine codes. A field shifted to the top of its byte is the signed code times
@@ -252,7 +252,7 @@ fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_fields.wgsl
+// shaders/attend/prepared_query.wgsl#query_fields
 // ----------------------------------------------------------------------------------------------------
 
 // A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
@@ -294,7 +294,7 @@ fn high_bytes(x: vec4<i32>) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/groups.wgsl
+// shaders/attend/step_scores.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
 // Groups of tokens in a tile: 1, 2 or 4.
@@ -321,7 +321,7 @@ var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
 var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_bytes/of_weights.wgsl
+// shaders/attend/query_bytes.wgsl#of_weights
 // ----------------------------------------------------------------------------------------------------
 
 // Query bytes in the memory of a step's weights. Scores are computed before a step has weights, and the bytes of the
@@ -348,7 +348,7 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query/own_f32.wgsl
+// shaders/attend/query.wgsl#own_f32
 // ----------------------------------------------------------------------------------------------------
 
 // The given query, scaled. Every workgroup prepares that of its own heads.
@@ -361,7 +361,7 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {
 const SCORE_SCALE: f32 = 0.12751743f;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // A dense f16 tensor, read four elements at a time.
@@ -370,7 +370,7 @@ const SCORE_SCALE: f32 = 0.12751743f;
 // binds: 2 inputs
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows/slot.wgsl
+// shaders/attend/input_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn input_at(index: u32) -> u32 {
@@ -378,7 +378,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
@@ -389,7 +389,7 @@ fn input4(index: u32) -> vec4<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query/own_f32.wgsl
+// shaders/attend/query.wgsl#own_f32
 // ----------------------------------------------------------------------------------------------------
 
 // Vectors of an invocation.
@@ -414,11 +414,11 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_totals/subgroup.wgsl
+// shaders/attend/key_totals.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over
-// the team: invocations are numbered subgroup by subgroup (see attend/numbering/subgroup.wgsl), and subgroups have 32
+// the team: invocations are numbered subgroup by subgroup (see attend/numbering.wgsl#subgroup), and subgroups have 32
 // lanes. A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups
 // it hands the scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as
 // its token quarter ^ i, and owned by lane 8 i + j.
@@ -525,14 +525,14 @@ fn finish_key_totals(team: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_totals/slot.wgsl
+// shaders/attend/key_totals.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called first.
 fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/groups.wgsl
+// shaders/attend/step_scores.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
 // Ranges of four channels in a group of a tile. Channels past the head, in rows that do not fill a vector, are
@@ -715,7 +715,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/slot.wgsl
+// shaders/attend/step_scores.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
@@ -758,7 +758,7 @@ fn from_ordered(bits: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max/subgroup.wgsl
+// shaders/attend/workgroup_max.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
@@ -781,7 +781,7 @@ fn enters() -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits/slot.wgsl
+// shaders/attend/logits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
@@ -804,7 +804,7 @@ var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/byte.wgsl
+// shaders/attend/values.wgsl#byte
 // ----------------------------------------------------------------------------------------------------
 
 // Weighted sum of packed values with integer dot products, with weights of one byte.
@@ -825,7 +825,7 @@ var<private> enter: array<f32, HEADS>;
 // set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_dots.wgsl
+// shaders/attend/products.wgsl#value_dots
 // ----------------------------------------------------------------------------------------------------
 
 // The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
@@ -842,7 +842,7 @@ var<private> enter: array<f32, HEADS>;
 // set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_bytes/top.wgsl
+// shaders/attend/value_bytes.wgsl#top
 // ----------------------------------------------------------------------------------------------------
 
 // Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
@@ -888,7 +888,7 @@ fn value_place(group: u32) -> vec2<u32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_dots.wgsl
+// shaders/attend/products.wgsl#value_dots
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(5) var<storage, read> values: array<ValueVector>;
@@ -898,7 +898,7 @@ const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
-// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values/byte.wgsl).
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
 const CHANNEL_STRIDE: u32 = 16u;
 
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
@@ -946,7 +946,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/byte.wgsl
+// shaders/attend/values.wgsl#byte
 // ----------------------------------------------------------------------------------------------------
 
 // Quad pairs of a tile.
@@ -969,7 +969,7 @@ const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
 // [group of channels][head][tile of the step][quad], four field groups each, in the order of use. Groups lie in banks
 // of their own.
 const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-// Number of vectors that another use of this memory needs (attend/query_bytes/of_weights.wgsl).
+// Number of vectors that another use of this memory needs (attend/query_bytes.wgsl#of_weights).
 const LEAST_WEIGHT_VECTORS: u32 = 528u;
 const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
 var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
@@ -987,7 +987,7 @@ fn is_first_of_block(lane: u32) -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/byte_weights/groups.wgsl
+// shaders/attend/byte_weights.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
 // Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
@@ -1003,11 +1003,11 @@ fn is_first_of_block(lane: u32) -> bool {
 // set by plans: VALUE_CENTRE
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/block_max/subgroup.wgsl
+// shaders/attend/block_max.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // Largest values over a block of eight lanes, by shuffles: invocations are numbered subgroup by subgroup (see
-// attend/numbering/subgroup.wgsl), and subgroups have at least 4 * BLOCK_STRIDE lanes.
+// attend/numbering.wgsl#subgroup), and subgroups have at least 4 * BLOCK_STRIDE lanes.
 //
 // needs: BLOCK_MAXIMA, BLOCK_STRIDE
 // gives: enter_block_max, block_max
@@ -1026,19 +1026,19 @@ fn block_max(at: u32, parity: u32, team: u32, lane: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/block_max/slot.wgsl
+// shaders/attend/block_max.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called before the first step.
 fn begin_block_maxima(invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges/groups.wgsl
+// shaders/attend/value_ranges.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
 // Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales are multiplied
 // into the weights before these become integers, so every group of channels has its own weights. The rest is one sum
-// per head and group: see byte_weights/groups.wgsl.
+// per head and group: see byte_weights.wgsl#groups.
 //
 // needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
 //   weight_sum
@@ -1131,7 +1131,7 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges/slot.wgsl
+// shaders/attend/value_ranges.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called before and after a tile is added to the sums.
@@ -1148,7 +1148,7 @@ fn channel_scale(k: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/byte_weights/groups.wgsl
+// shaders/attend/byte_weights.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
 // (2^bits - 1) / 2.
@@ -1209,7 +1209,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/byte.wgsl
+// shaders/attend/values.wgsl#byte
 // ----------------------------------------------------------------------------------------------------
 
 fn begin_values(invocation: u32) {
@@ -1298,14 +1298,14 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/slot.wgsl
+// shaders/attend/values.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
 fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
@@ -1317,7 +1317,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/later.wgsl
+// shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
 
 // States that `merge_states` joins.
@@ -1328,14 +1328,14 @@ const STATE_ROW: u32 = FIELDS + 1u;
 @group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/slot.wgsl
+// shaders/attend/merge.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
@@ -1356,7 +1356,7 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation/slot.wgsl
+// shaders/attend/output_rotation.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {

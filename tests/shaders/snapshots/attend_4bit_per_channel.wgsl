@@ -7,13 +7,13 @@
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
 // over the tokens of one work item, for one KV head and up to HEADS of its query heads. If keys are not rotated, the
-// query is prepared here (query/own.wgsl, query/own_f32.wgsl). If there are few items, their states are merged here
-// (attend/merge/last.wgsl). Otherwise `prepare_query` and `merge_states` do this.
+// query is prepared here (query.wgsl#own, query.wgsl#own_f32). If there are few items, their states are merged here
+// (attend/merge.wgsl#last). Otherwise `prepare_query` and `merge_states` do this.
 //
-// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
-// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/step_scores.wgsl the keys,
+// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query heads, 16 bytes per
 // lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
-// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of one step, 512 · HEADS
 // bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
@@ -23,7 +23,7 @@
 // of which the largest is 1, or kept from 0.
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/numbering/subgroup.wgsl
+// shaders/attend/numbering.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
@@ -54,7 +54,7 @@ fn number(numbering: Numbering) -> u32 {
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
-// attend/numbering/subgroup.wgsl, as for shuffles and matrices; nothing else depends on how the device forms those.)
+// attend/numbering.wgsl#subgroup, as for shuffles and matrices; nothing else depends on how the device forms those.)
 //
 // Tables are read from memory that a caller may have written. What is read becomes an index only after it was
 // clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
@@ -131,7 +131,7 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of/slot.wgsl
+// shaders/attend/item_of.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // False for a workgroup without queries, which then does nothing.
@@ -196,7 +196,7 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/dot.wgsl
+// shaders/attend/step_scores.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 // Scores of packed keys by integer dot products: score = scale · Σ q c + bias.
@@ -204,7 +204,7 @@ fn set_scores_lowest() {
 // The prepared query is one row per span and query head: QUERY_PLANES byte planes of field-group words (low byte first,
 // both signed) in the order of use, then the constants (scale, bias, Σ q, 0) as f32. It lies in workgroup memory and is
 // read as 16-byte broadcasts, each used for the four tokens of an invocation. Neighbouring lanes read neighbouring
-// vectors of keys and convert their fields to signed bytes (attend/key_bytes/).
+// vectors of keys and convert their fields to signed bytes (attend/key_bytes.wgsl).
 //
 // needs: HEADS, KV_HEADS, LANE_TOKENS, TILE_TOKENS, WorkItem, tile_bases, token_scores
 // gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
@@ -220,7 +220,7 @@ const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_bytes/top.wgsl
+// shaders/attend/key_bytes.wgsl#top
 // ----------------------------------------------------------------------------------------------------
 
 // Signed bytes of a field group of keys, affine codes. A field shifted to the top of its byte is the signed code times
@@ -242,7 +242,7 @@ fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/dot.wgsl
+// shaders/attend/step_scores.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 const QUERY_PLANES: u32 = 2u;
@@ -253,7 +253,7 @@ const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
 const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_ranges/folded.wgsl
+// shaders/attend/key_ranges.wgsl#folded
 // ----------------------------------------------------------------------------------------------------
 
 // Per-channel ranges are folded into the prepared query: scale and bias are those of the query head.
@@ -265,20 +265,20 @@ fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_ranges/slot.wgsl
+// shaders/attend/key_ranges.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once per tile, between its products and its scores. Reads the ranges of the lane's tokens.
 fn load_key_ranges(tile_base: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/dot.wgsl
+// shaders/attend/step_scores.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query/own.wgsl
+// shaders/attend/query.wgsl#own
 // ----------------------------------------------------------------------------------------------------
 
 // Prepares the query as `prepare_query` would. Every workgroup does this for its own heads, which takes less time than
@@ -296,7 +296,7 @@ var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 const SCORE_SCALE: f32 = 0.12751743f;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // A dense f16 tensor, read four elements at a time.
@@ -305,7 +305,7 @@ const SCORE_SCALE: f32 = 0.12751743f;
 // binds: 2 inputs
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows/slot.wgsl
+// shaders/attend/input_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn input_at(index: u32) -> u32 {
@@ -313,7 +313,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(2) var<storage, read_write> inputs: array<vec2<u32>>;
@@ -324,7 +324,7 @@ fn input4(index: u32) -> vec4<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_ranges/span.wgsl
+// shaders/attend/query_ranges.wgsl#span
 // ----------------------------------------------------------------------------------------------------
 
 // Per-channel ranges of the span: scale and minimum, [range slot][KV head][channel].
@@ -362,7 +362,7 @@ fn query_bias(q: vec4<f32>, base: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_fields.wgsl
+// shaders/attend/prepared_query.wgsl#query_fields
 // ----------------------------------------------------------------------------------------------------
 
 // A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
@@ -404,11 +404,11 @@ fn high_bytes(x: vec4<i32>) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/team_totals/subgroup.wgsl
+// shaders/attend/team_totals.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // The maximum and two sums over the 32 lanes of a team, by shuffles: invocations are numbered subgroup by subgroup (see
-// attend/numbering/subgroup.wgsl), and subgroups have at least 32 lanes. Every lane of the team gets them.
+// attend/numbering.wgsl#subgroup), and subgroups have at least 32 lanes. Every lane of the team gets them.
 //
 // needs: TEAM_HEADS
 // gives: enter_totals, team_totals
@@ -431,14 +431,14 @@ fn team_totals(own: u32, head: u32) -> vec3<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/team_totals/slot.wgsl
+// shaders/attend/team_totals.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called by all invocations between the two.
 fn totals_entered() {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query/own.wgsl
+// shaders/attend/query.wgsl#own
 // ----------------------------------------------------------------------------------------------------
 
 const TEAMS: u32 = INVOCATIONS / 32u;
@@ -497,7 +497,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/dot.wgsl
+// shaders/attend/step_scores.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 fn key_pages() -> u32 {
@@ -560,7 +560,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/slot.wgsl
+// shaders/attend/step_scores.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called after that barrier. Prepares the keys of the first step.
@@ -609,7 +609,7 @@ fn from_ordered(bits: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max/subgroup.wgsl
+// shaders/attend/workgroup_max.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
@@ -632,7 +632,7 @@ fn enters() -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits/slot.wgsl
+// shaders/attend/logits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
@@ -655,7 +655,7 @@ var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/dot.wgsl
+// shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 // Weighted sum of packed values with integer dot products.
@@ -669,7 +669,7 @@ var<private> enter: array<f32, HEADS>;
 // gives: weight_bytes, begin_values, store_weights, add_values
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_dots.wgsl
+// shaders/attend/products.wgsl#value_dots
 // ----------------------------------------------------------------------------------------------------
 
 // The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
@@ -686,7 +686,7 @@ var<private> enter: array<f32, HEADS>;
 // set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_bytes/top.wgsl
+// shaders/attend/value_bytes.wgsl#top
 // ----------------------------------------------------------------------------------------------------
 
 // Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
@@ -732,7 +732,7 @@ fn value_place(group: u32) -> vec2<u32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_dots.wgsl
+// shaders/attend/products.wgsl#value_dots
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(5) var<storage, read> values: array<ValueVector>;
@@ -742,7 +742,7 @@ const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
-// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values/byte.wgsl).
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
 const CHANNEL_STRIDE: u32 = 32u;
 
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
@@ -790,7 +790,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/weights_of_step.wgsl
+// shaders/attend/products.wgsl#weights_of_step
 // ----------------------------------------------------------------------------------------------------
 
 // Weights relative to the step's maximum, and their exact sum.
@@ -813,7 +813,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/dot.wgsl
+// shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 const LARGEST_WEIGHT: f32 = 32639f;
@@ -828,7 +828,7 @@ var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges/folded.wgsl
+// shaders/attend/value_ranges.wgsl#folded
 // ----------------------------------------------------------------------------------------------------
 
 // Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
@@ -874,7 +874,7 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges/slot.wgsl
+// shaders/attend/value_ranges.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once the weights of a step are known, before they become integers.
@@ -895,7 +895,7 @@ fn largest_value_scale() -> f32 {
 fn finish_value_ranges(invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/dot.wgsl
+// shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 fn begin_values(invocation: u32) {
@@ -988,7 +988,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/slot.wgsl
+// shaders/attend/values.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
@@ -1006,7 +1006,7 @@ fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
@@ -1018,7 +1018,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/last.wgsl
+// shaders/attend/merge.wgsl#last
 // ----------------------------------------------------------------------------------------------------
 
 // The workgroup that writes the last state of a query head merges all of them, as `merge_states` would.
@@ -1040,7 +1040,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 @group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output/f16.wgsl
+// shaders/attend/output.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // The output tensor in f16.
@@ -1049,7 +1049,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // binds: 8 outputs
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rows/slot.wgsl
+// shaders/attend/output_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn output_at(index: u32) -> u32 {
@@ -1057,7 +1057,7 @@ fn output_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output/f16.wgsl
+// shaders/attend/output.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
@@ -1067,7 +1067,7 @@ fn write_output(index: u32, x: vec4<f32>) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/join_states.wgsl
+// shaders/attend/states.wgsl#join_states
 // ----------------------------------------------------------------------------------------------------
 
 // Merges attention states into a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE
@@ -1121,7 +1121,7 @@ fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field:
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/last.wgsl
+// shaders/attend/merge.wgsl#last
 // ----------------------------------------------------------------------------------------------------
 
 var<workgroup> is_last: array<u32, HEADS>;
@@ -1155,7 +1155,7 @@ fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
@@ -1176,7 +1176,7 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation/slot.wgsl
+// shaders/attend/output_rotation.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {

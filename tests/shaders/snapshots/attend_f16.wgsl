@@ -7,13 +7,13 @@
 //   s_t = q · k_t / √D (as prepared),  lse = ln Σ exp(s_t),  output = Σ exp(s_t - lse) v_t
 //
 // over the tokens of one work item, for one KV head and up to HEADS of its query heads. If keys are not rotated, the
-// query is prepared here (query/own.wgsl, query/own_f32.wgsl). If there are few items, their states are merged here
-// (attend/merge/last.wgsl). Otherwise `prepare_query` and `merge_states` do this.
+// query is prepared here (query.wgsl#own, query.wgsl#own_f32). If there are few items, their states are merged here
+// (attend/merge.wgsl#last). Otherwise `prepare_query` and `merge_states` do this.
 //
-// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/scores/ the keys,
-// attend/values/ and value_dots.wgsl the values. Keys and values are read once per chunk of query heads, 16 bytes per
+// attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/step_scores.wgsl the keys,
+// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query heads, 16 bytes per
 // lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
-// of groups, which may share the memory of the weights: attend/query_bytes/), the weights of one step, 512 · HEADS
+// of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of one step, 512 · HEADS
 // bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
@@ -23,7 +23,7 @@
 // of which the largest is 1, or kept from 0.
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/numbering/local.wgsl
+// shaders/attend/numbering.wgsl#local
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations in the workgroup's own numbering.
@@ -49,7 +49,7 @@ fn number(numbering: Numbering) -> u32 {
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
-// attend/numbering/subgroup.wgsl, as for shuffles and matrices; nothing else depends on how the device forms those.)
+// attend/numbering.wgsl#subgroup, as for shuffles and matrices; nothing else depends on how the device forms those.)
 //
 // Tables are read from memory that a caller may have written. What is read becomes an index only after it was
 // clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
@@ -126,7 +126,7 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of/slot.wgsl
+// shaders/attend/item_of.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // False for a workgroup without queries, which then does nothing.
@@ -191,7 +191,7 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/fma.wgsl
+// shaders/attend/step_scores.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
 
 // Scores of keys by f32 multiply-add: score = Σ q k, for f16 keys and for ranges that change inside a row or a tile.
@@ -214,7 +214,7 @@ const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 16u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_field/f16.wgsl
+// shaders/attend/key_field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // A field group of f16 keys is two words.
@@ -230,14 +230,14 @@ fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_field/slot.wgsl
+// shaders/attend/key_field.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called before the field group `field` of the lane's tokens is used. Reads their ranges.
 fn begin_key_field(tile_base: u32, lane: u32, field: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/fma.wgsl
+// shaders/attend/step_scores.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
 
 const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_WORD_FIELDS * KEY_PLANES;
@@ -246,7 +246,7 @@ const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
 var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/add_product.wgsl
+// shaders/attend/products.wgsl#add_product
 // ----------------------------------------------------------------------------------------------------
 
 // sum + a · b in four fused multiply-adds. `sum + dot(a, b)` would take one multiplication, three of them and an
@@ -258,7 +258,7 @@ fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query/own_f32.wgsl
+// shaders/attend/query.wgsl#own_f32
 // ----------------------------------------------------------------------------------------------------
 
 // The given query, scaled. Every workgroup prepares that of its own heads.
@@ -271,7 +271,7 @@ fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
 const SCORE_SCALE: f32 = 0.12751743f;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // A dense f16 tensor, read four elements at a time.
@@ -280,7 +280,7 @@ const SCORE_SCALE: f32 = 0.12751743f;
 // binds: 2 inputs
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows/slot.wgsl
+// shaders/attend/input_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn input_at(index: u32) -> u32 {
@@ -288,7 +288,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
@@ -299,7 +299,7 @@ fn input4(index: u32) -> vec4<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query/own_f32.wgsl
+// shaders/attend/query.wgsl#own_f32
 // ----------------------------------------------------------------------------------------------------
 
 // Vectors of an invocation.
@@ -324,7 +324,7 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/fma.wgsl
+// shaders/attend/step_scores.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
 
 fn key_pages() -> u32 {
@@ -369,7 +369,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/slot.wgsl
+// shaders/attend/step_scores.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called after that barrier. Prepares the keys of the first step.
@@ -418,7 +418,7 @@ fn from_ordered(bits: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max/slot.wgsl
+// shaders/attend/workgroup_max.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once, before the first step.
@@ -435,7 +435,7 @@ fn enters() -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits/slot.wgsl
+// shaders/attend/logits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
@@ -458,7 +458,7 @@ var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/fma.wgsl
+// shaders/attend/values.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
 
 // Weighted sum of values with f32 multiply-adds, for f16 values and for ranges that change inside a tile.
@@ -484,7 +484,7 @@ const CHANNEL_BLOCKS: u32 = 1u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_field/f16.wgsl
+// shaders/attend/value_field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // A field group of f16 values is two words.
@@ -501,14 +501,14 @@ fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> ve
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_field/slot.wgsl
+// shaders/attend/value_field.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called before channel `k` of the lane is read from a tile. Reads its ranges.
 fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/weights_of_step.wgsl
+// shaders/attend/products.wgsl#weights_of_step
 // ----------------------------------------------------------------------------------------------------
 
 // Weights relative to the step's maximum, and their exact sum.
@@ -531,7 +531,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/fma.wgsl
+// shaders/attend/values.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
 
 // [head][tile of the step][field group]
@@ -635,7 +635,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/slot.wgsl
+// shaders/attend/values.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
@@ -656,7 +656,7 @@ fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
@@ -668,7 +668,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/later.wgsl
+// shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
 
 // States that `merge_states` joins.
@@ -679,14 +679,14 @@ const STATE_ROW: u32 = FIELDS + 1u;
 @group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/slot.wgsl
+// shaders/attend/merge.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
@@ -707,7 +707,7 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation/slot.wgsl
+// shaders/attend/output_rotation.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {

@@ -40,7 +40,7 @@ enable wgpu_cooperative_matrix;
 // set by plans: SCORE_SCALE, QUERY_PARTS
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/numbering/subgroup.wgsl
+// shaders/attend/numbering.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
@@ -71,7 +71,7 @@ fn number(numbering: Numbering) -> u32 {
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
-// attend/numbering/subgroup.wgsl, as for shuffles and matrices; nothing else depends on how the device forms those.)
+// attend/numbering.wgsl#subgroup, as for shuffles and matrices; nothing else depends on how the device forms those.)
 //
 // Tables are read from memory that a caller may have written. What is read becomes an index only after it was
 // clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
@@ -148,7 +148,7 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of/slot.wgsl
+// shaders/attend/item_of.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // False for a workgroup without queries, which then does nothing.
@@ -213,7 +213,7 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
@@ -225,7 +225,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/later.wgsl
+// shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
 
 // States that `merge_states` joins.
@@ -236,7 +236,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 @group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
@@ -257,7 +257,7 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // A dense f16 tensor, read four elements at a time.
@@ -266,7 +266,7 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 // binds: 2 inputs
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows/slot.wgsl
+// shaders/attend/input_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn input_at(index: u32) -> u32 {
@@ -274,7 +274,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;

@@ -43,7 +43,7 @@ enable wgpu_cooperative_matrix;
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/numbering/subgroup.wgsl
+// shaders/attend/numbering.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations numbered subgroup by subgroup. An aligned group of neighbours shares a subgroup that has at least as many
@@ -74,7 +74,7 @@ fn number(numbering: Numbering) -> u32 {
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
-// attend/numbering/subgroup.wgsl, as for shuffles and matrices; nothing else depends on how the device forms those.)
+// attend/numbering.wgsl#subgroup, as for shuffles and matrices; nothing else depends on how the device forms those.)
 //
 // Tables are read from memory that a caller may have written. What is read becomes an index only after it was
 // clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
@@ -203,7 +203,7 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
@@ -215,7 +215,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/later.wgsl
+// shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
 
 // States that `merge_states` joins.
@@ -226,7 +226,7 @@ const STATE_ROW: u32 = FIELDS + 1u;
 @group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
@@ -260,7 +260,7 @@ struct Eight {
     high: Half4,
 }
 
-// [KV head][prepared query][head of the group], and their constants: see attend/query_row/f16.wgsl.
+// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
 @group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
 @group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
 
@@ -299,7 +299,7 @@ const START_WEIGHT: f32 = 6f;
 const NO_PRODUCT: f32 = -3.4028234e38f;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_keys/channel_4bit.wgsl
+// shaders/attend/run_keys.wgsl#channel_4bit
 // ----------------------------------------------------------------------------------------------------
 
 // Keys of 4 bits with a range per channel, which is folded into the query: halves are codes.
@@ -309,10 +309,10 @@ const NO_PRODUCT: f32 = -3.4028234e38f;
 // binds: 3 keys
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/four_bits.wgsl
+// shaders/attend/codes.wgsl#four_bits
 // ----------------------------------------------------------------------------------------------------
 
-// Codes of 4 bits as halves, for kernels in which all codes have 4 bits. The general attend/code_halves.wgsl takes a
+// Codes of 4 bits as halves, for kernels in which all codes have 4 bits. The general attend/codes.wgsl#code_halves takes a
 // second register for every word. Combining the bits of 2^10 with an integer below 16 gives the half of their sum. Two
 // such halves, four fields apart, are unpacked at once.
 //
@@ -337,7 +337,7 @@ fn code_halves(fields: u32, origin: f16) -> Eight {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_keys/channel_4bit.wgsl
+// shaders/attend/run_keys.wgsl#channel_4bit
 // ----------------------------------------------------------------------------------------------------
 
 const KEY_UNIT: f32 = 1f;
@@ -359,7 +359,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_values/channel_4bit.wgsl
+// shaders/attend/run_values.wgsl#channel_4bit
 // ----------------------------------------------------------------------------------------------------
 
 // Values of 4 bits with a range per channel of the span: halves are codes. v = s (c + 8) + m is computed from their
@@ -370,7 +370,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 // binds: 5 values, 6 value_span_ranges
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_values/channel_4bit.wgsl
+// shaders/attend/run_values.wgsl#channel_4bit
 // ----------------------------------------------------------------------------------------------------
 
 alias ValueWord = u32;
@@ -404,7 +404,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> v
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_arrivals/ahead.wgsl
+// shaders/attend/run_arrivals.wgsl#ahead
 // ----------------------------------------------------------------------------------------------------
 
 // Loads run a whole step ahead and start once the previous loads are stored. Registers suffice if a lane holds one word
@@ -661,7 +661,7 @@ fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, 
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_outputs/plain.wgsl
+// shaders/attend/run_outputs.wgsl#plain
 // ----------------------------------------------------------------------------------------------------
 
 // States of the channels as they are stored: 16 channels of all rows at a time.

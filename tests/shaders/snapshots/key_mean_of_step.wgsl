@@ -91,7 +91,7 @@ struct Call {
 const TILE_TOKENS: u32 = 128u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens/run.wgsl
+// shaders/pack/tokens.wgsl#run
 // ----------------------------------------------------------------------------------------------------
 
 // Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
@@ -104,7 +104,7 @@ fn token_of(token: u32, kv_head: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/places/listed.wgsl
+// shaders/pack/places.wgsl#listed
 // ----------------------------------------------------------------------------------------------------
 
 // Places that follow the arguments.
@@ -135,7 +135,7 @@ fn rounded(x: f32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // Elements of a dense f16 tensor, two to a word, the first in the low half.
@@ -197,7 +197,7 @@ fn half_bits(x: f32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows/f16.wgsl
+// shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
@@ -227,7 +227,7 @@ struct Mean {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/mean/of_step.wgsl
+// shaders/pack/mean.wgsl#of_step
 // ----------------------------------------------------------------------------------------------------
 
 // Means of the first tokens of sequences that begin with a step. An entry holds the first token, the bits of 1 / n, and
@@ -262,7 +262,7 @@ fn has_entry(index: u32) -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/mean/of_step.wgsl
+// shaders/pack/mean.wgsl#of_step
 // ----------------------------------------------------------------------------------------------------
 
 fn mean_count() -> u32 {

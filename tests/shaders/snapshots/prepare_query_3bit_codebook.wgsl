@@ -7,7 +7,7 @@
 //
 // With per-channel ranges k = s ⊙ u + m and u = c + 2^(bits-1) folded in: q·k / √D · log2 e = Σ (q ⊙ s) c + Σ q (m +
 // 2^(bits-1) s), with q already multiplied by log2 e / √D. If keys are rotated, q is rotated first. The row holds q ⊙ s
-// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row/).
+// as integers in byte planes and (scale, bias, Σ q, 0), or as f32 (see attend/query_row.wgsl).
 //
 // Workgroup (x, y) prepares part y % PARTS of query head y / PARTS of prepared query x: keys with sketches need one row
 // for their signs and one for their levels. An invocation owns four neighbouring channels. It reads D elements and as
@@ -40,7 +40,7 @@ const PARTS: u32 = 1u;
 const SCORE_SCALE: f32 = 0.12751743f;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 // A dense f16 tensor, read four elements at a time.
@@ -49,7 +49,7 @@ const SCORE_SCALE: f32 = 0.12751743f;
 // binds: 2 inputs
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows/slot.wgsl
+// shaders/attend/input_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn input_at(index: u32) -> u32 {
@@ -57,7 +57,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/input/f16.wgsl
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
@@ -68,7 +68,7 @@ fn input4(index: u32) -> vec4<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_rotation/hadamard.wgsl
+// shaders/attend/query_rotation.wgsl#hadamard
 // ----------------------------------------------------------------------------------------------------
 
 // Rotates the query for rotated keys. The products stay the same.
@@ -76,7 +76,7 @@ fn input4(index: u32) -> vec4<f32> {
 // gives: rotate_query
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_in_row.wgsl
+// shaders/attend/prepared_query.wgsl#query_in_row
 // ----------------------------------------------------------------------------------------------------
 
 // A query in workgroup memory, four channels per invocation, to be rotated.
@@ -85,7 +85,7 @@ fn input4(index: u32) -> vec4<f32> {
 // gives: put_query, rotated_query
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotate_row.wgsl
+// shaders/common/rotation.wgsl#rotate_row
 // ----------------------------------------------------------------------------------------------------
 
 // Rotates a row of HEAD_DIM channels in workgroup memory, in place: `format::Rotation`. Blocks of ORDER channels are
@@ -100,7 +100,7 @@ fn input4(index: u32) -> vec4<f32> {
 // gives: rotated, rotate_row
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotation.wgsl
+// shaders/common/rotation.wgsl#rotation
 // ----------------------------------------------------------------------------------------------------
 
 // `format::Rotation` of a row of channels: its numbers, and what becomes of a channel before and after the butterflies.
@@ -154,7 +154,7 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotate_row.wgsl
+// shaders/common/rotation.wgsl#rotate_row
 // ----------------------------------------------------------------------------------------------------
 
 var<workgroup> rotated: array<f32, HEAD_DIM>;
@@ -176,7 +176,7 @@ fn rotate_row(invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_in_row.wgsl
+// shaders/attend/prepared_query.wgsl#query_in_row
 // ----------------------------------------------------------------------------------------------------
 
 fn put_query(q: vec4<f32>, field: u32) {
@@ -197,7 +197,7 @@ fn rotated_query(field: u32) -> vec4<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_rotation/hadamard.wgsl
+// shaders/attend/query_rotation.wgsl#hadamard
 // ----------------------------------------------------------------------------------------------------
 
 fn rotate_query(q: vec4<f32>, field: u32, part: u32) -> vec4<f32> {
@@ -207,7 +207,7 @@ fn rotate_query(q: vec4<f32>, field: u32, part: u32) -> vec4<f32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_ranges/slot.wgsl
+// shaders/attend/query_ranges.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // The range slot, clamped to the last one.
@@ -226,7 +226,7 @@ fn query_bias(q: vec4<f32>, base: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/extremes/slot.wgsl
+// shaders/attend/extremes.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn reset_extremes(row: u32, field: u32) {}
@@ -238,10 +238,10 @@ fn reset_extremes(row: u32, field: u32) {}
 var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_row/int.wgsl
+// shaders/attend/query_row.wgsl#int
 // ----------------------------------------------------------------------------------------------------
 
-// A prepared query as integers (attend/query_fields.wgsl), then (scale, bias, Σ q, 0).
+// A prepared query as integers (attend/prepared_query.wgsl#query_fields), then (scale, bias, Σ q, 0).
 //
 // needs: ROW_FIELDS
 // gives: write_row
@@ -253,7 +253,7 @@ var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 const QUERY_PLANES: u32 = 2u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_fields.wgsl
+// shaders/attend/prepared_query.wgsl#query_fields
 // ----------------------------------------------------------------------------------------------------
 
 // A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
@@ -295,7 +295,7 @@ fn high_bytes(x: vec4<i32>) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_row/int.wgsl
+// shaders/attend/query_row.wgsl#int
 // ----------------------------------------------------------------------------------------------------
 
 const ROW: u32 = QUERY_PLANES * ROW_FIELDS + 4u;

@@ -13,7 +13,7 @@
 // instead of the keys.
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/numbering/local.wgsl
+// shaders/attend/numbering.wgsl#local
 // ----------------------------------------------------------------------------------------------------
 
 // Invocations in the workgroup's own numbering.
@@ -39,7 +39,7 @@ fn number(numbering: Numbering) -> u32 {
 // keys and values starts together, and the items start in the order of the plan.
 // 128 invocations form four teams of 32. A team owns one of the four tiles of a step; lane r of it owns the tile's
 // tokens r, r + 32, r + 64, r + 96. (A team is a subgroup, or part of one, only where invocations are numbered by
-// attend/numbering/subgroup.wgsl, as for shuffles and matrices; nothing else depends on how the device forms those.)
+// attend/numbering.wgsl#subgroup, as for shuffles and matrices; nothing else depends on how the device forms those.)
 //
 // Tables are read from memory that a caller may have written. What is read becomes an index only after it was
 // clamped to what exists, here once for an item and where rows are addressed, so that no table, whatever it holds,
@@ -116,7 +116,7 @@ fn read_item(index: u32) -> WorkItem {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of/slot.wgsl
+// shaders/attend/item_of.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // False for a workgroup without queries, which then does nothing.
@@ -181,7 +181,7 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/stored.wgsl
+// shaders/attend/step_scores.wgsl#stored
 // ----------------------------------------------------------------------------------------------------
 
 // Scores that `scores` stored, calibrated: score' = slope · score + offset, one map per prepared query and query head.
@@ -209,7 +209,7 @@ fn from_ordered(bits: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/stored.wgsl
+// shaders/attend/step_scores.wgsl#stored
 // ----------------------------------------------------------------------------------------------------
 
 // Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.
@@ -254,7 +254,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/scores/slot.wgsl
+// shaders/attend/step_scores.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Number of pages of the bound keys. No limit if none are bound.
@@ -291,7 +291,7 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max/slot.wgsl
+// shaders/attend/workgroup_max.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once, before the first step.
@@ -308,7 +308,7 @@ fn enters() -> bool {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits/slot.wgsl
+// shaders/attend/logits.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
@@ -331,7 +331,7 @@ var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/dot.wgsl
+// shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 // Weighted sum of packed values with integer dot products.
@@ -345,7 +345,7 @@ var<private> enter: array<f32, HEADS>;
 // gives: weight_bytes, begin_values, store_weights, add_values
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_dots.wgsl
+// shaders/attend/products.wgsl#value_dots
 // ----------------------------------------------------------------------------------------------------
 
 // The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
@@ -362,7 +362,7 @@ var<private> enter: array<f32, HEADS>;
 // set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_bytes/top.wgsl
+// shaders/attend/value_bytes.wgsl#top
 // ----------------------------------------------------------------------------------------------------
 
 // Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
@@ -408,7 +408,7 @@ fn value_place(group: u32) -> vec2<u32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_dots.wgsl
+// shaders/attend/products.wgsl#value_dots
 // ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(5) var<storage, read> values: array<ValueVector>;
@@ -418,7 +418,7 @@ const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
-// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values/byte.wgsl).
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
 const CHANNEL_STRIDE: u32 = 32u;
 
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
@@ -466,7 +466,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/weights_of_step.wgsl
+// shaders/attend/products.wgsl#weights_of_step
 // ----------------------------------------------------------------------------------------------------
 
 // Weights relative to the step's maximum, and their exact sum.
@@ -489,7 +489,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/dot.wgsl
+// shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 const LARGEST_WEIGHT: f32 = 32639f;
@@ -504,7 +504,7 @@ var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
 var<private> dither: array<f32, LANE_TOKENS>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges/folded.wgsl
+// shaders/attend/value_ranges.wgsl#folded
 // ----------------------------------------------------------------------------------------------------
 
 // Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
@@ -550,7 +550,7 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges/slot.wgsl
+// shaders/attend/value_ranges.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once the weights of a step are known, before they become integers.
@@ -571,7 +571,7 @@ fn largest_value_scale() -> f32 {
 fn finish_value_ranges(invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/dot.wgsl
+// shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
 fn begin_values(invocation: u32) {
@@ -664,7 +664,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values/slot.wgsl
+// shaders/attend/values.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
@@ -682,7 +682,7 @@ fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 // Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
@@ -694,7 +694,7 @@ const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/later.wgsl
+// shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
 
 // States that `merge_states` joins.
@@ -705,14 +705,14 @@ const STATE_ROW: u32 = FIELDS + 1u;
 @group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge/slot.wgsl
+// shaders/attend/merge.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 // Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl
+// shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
@@ -733,7 +733,7 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation/slot.wgsl
+// shaders/attend/output_rotation.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {

@@ -2,8 +2,8 @@
 //
 // An invocation has two neighbouring weights, and finds their codes by `homes`, which names the place of each input.
 
-// import codes = linear/codes/four.wgsl
-// import scales = linear/scales/half.wgsl
+// import codes = linear/codes.wgsl#four
+// import scales = linear/scales.wgsl#half
 // import linear/weights.wgsl
 
 const CHUNKS: u32 = 128u;

@@ -3,8 +3,8 @@
 // An invocation has eight weights. A weight is scale · (code - zero): code - zero is exact, and its product with the
 // scale is rounded once to f32 if the scale is not f16, and once to f16.
 
-// import codes = linear/codes/four.wgsl
-// import scales = linear/scales/half.wgsl
+// import codes = linear/codes.wgsl#four
+// import scales = linear/scales.wgsl#half
 // import linear/weights.wgsl
 
 const CHUNKS: u32 = 128u;

@@ -7,10 +7,10 @@
 //
 // and a group adds scale · (Σ x · code - zero · Σ x) to its output. Sums are f32 and run in a fixed order.
 
-// import codes = linear/codes/four.wgsl
-// import scales = linear/scales/half.wgsl
-// import input = linear/input/f16.wgsl
-// import output = linear/output/f32.wgsl
+// import codes = linear/codes.wgsl#four
+// import scales = linear/scales.wgsl#half
+// import input = linear/input.wgsl#f16
+// import output = linear/output.wgsl#f32
 
 // Chunks of an output, and of a group.
 const CHUNKS: u32 = 128u;

@@ -6,10 +6,10 @@
 // In workgroup memory part p of four inputs of row r lies at part p ^ (r / 4 % 8), so that neighbouring invocations
 // read from different banks.
 
-// import codes = linear/codes/four.wgsl
-// import scales = linear/scales/half.wgsl
-// import input = linear/input/f16.wgsl
-// import output = linear/output/f32.wgsl
+// import codes = linear/codes.wgsl#four
+// import scales = linear/scales.wgsl#half
+// import input = linear/input.wgsl#f16
+// import output = linear/output.wgsl#f32
 // import linear/weights.wgsl
 
 const CHUNKS: u32 = 128u;

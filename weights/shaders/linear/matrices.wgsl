@@ -1,9 +1,9 @@
 // What the kernels with cooperative matrices have in common.
 
-// import codes = linear/codes/four.wgsl
-// import scales = linear/scales/half.wgsl
-// import unit = linear/unit/one.wgsl
-// import output = linear/output/f32.wgsl
+// import codes = linear/codes.wgsl#four
+// import scales = linear/scales.wgsl#half
+// import unit = linear/unit.wgsl#one
+// import output = linear/output.wgsl#f32
 // import linear/weights.wgsl
 
 alias Half4 = vec4<f16>;

@@ -1,6 +1,6 @@
 // Activations in the order in which the codes lie, in f32: padded places are 0.
 
-// import element = linear/element/f16.wgsl
+// import element = linear/element.wgsl#f16
 
 const INPUTS: u32 = 4096u;
 const PLACES: u32 = 4096u;

@@ -4,8 +4,8 @@
 // multiplied by the inverse. So f16 and bf16 lose nothing but numbers below 2^-39 of the largest, and f32 is the sum of
 // two numbers in f16 to the same precision. Padded places are 0.
 
-// import element = linear/element/f16.wgsl
-// import place = linear/place/in_order.wgsl
+// import element = linear/element.wgsl#f16
+// import place = linear/place.wgsl#in_order
 
 const INPUTS: u32 = 4096u;
 // Places of a part of a row, and parts.

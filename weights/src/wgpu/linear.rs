@@ -46,8 +46,8 @@ impl Linear {
     pub fn upload(device: &wgpu::Device, linear: &QuantizedLinear) -> Result<Self> {
         let stored = Stored::new(linear, Octets::Neighbours)?;
         let (scales, scales_file): (&[u8], _) = match &stored.scales {
-            Scales::Half(words) => (bytemuck::cast_slice(words), "linear/scales/half.wgsl"),
-            Scales::Single(pairs) => (bytemuck::cast_slice(pairs), "linear/scales/single.wgsl"),
+            Scales::Half(words) => (bytemuck::cast_slice(words), "linear/scales.wgsl#half"),
+            Scales::Single(pairs) => (bytemuck::cast_slice(pairs), "linear/scales.wgsl#single"),
         };
         let of = |what, bytes: &[u8]| {
             let (needed, allowed) = (bytes.len() as u64, KernelLimits::new(&device.limits()).binding_bytes);
@@ -121,9 +121,9 @@ pub(super) fn check(
 
 const fn codes_file(bits: Bits) -> &'static str {
     match bits {
-        Bits::Two => "linear/codes/two.wgsl",
-        Bits::Three => "linear/codes/three.wgsl",
-        Bits::Four => "linear/codes/four.wgsl",
-        Bits::Eight => "linear/codes/eight.wgsl",
+        Bits::Two => "linear/codes.wgsl#two",
+        Bits::Three => "linear/codes.wgsl#three",
+        Bits::Four => "linear/codes.wgsl#four",
+        Bits::Eight => "linear/codes.wgsl#eight",
     }
 }

@@ -138,7 +138,7 @@ impl Linear {
             .constant("WRITTEN_ROWS", needed);
         let mut buffers = vec![("inputs", x.binding()), ("prepared", prepared.binding()), ("units", units.binding())];
         if let Some(order) = &self.order {
-            variant = variant.import("place", "linear/place/ordered.wgsl");
+            variant = variant.import("place", "linear/place.wgsl#ordered");
             buffers.push(("order", order.inputs.as_entire_buffer_binding()));
         }
         // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
@@ -162,7 +162,7 @@ impl Linear {
     fn matrix_tiles(&self, kernels: &Kernels, x: &Prepared, rows: usize, y: &Tensor) -> Result<Launch> {
         let mut variant = self.variant("linear_matrix").with_f16().with_matrices().constant("PARTS", x.parts);
         if x.units.is_some() {
-            variant = variant.import("unit", "linear/unit/given.wgsl");
+            variant = variant.import("unit", "linear/unit.wgsl#given");
         }
         let grid = self.grid(kernels, MATRIX_TILE, rows.div_ceil(MATRIX_TILE));
         self.launch(kernels, variant, (&x.inputs, x.units.as_ref(), y), grid)
@@ -176,7 +176,7 @@ impl Linear {
         };
         let mut variant = self.variant("linear_rows_matrix").with_f16().with_matrices().constant("SLICES", slices);
         if x.units.is_some() {
-            variant = variant.import("unit", "linear/unit/given.wgsl");
+            variant = variant.import("unit", "linear/unit.wgsl#given");
         }
         self.launch(kernels, variant, (&x.inputs, x.units.as_ref(), y), self.grid(kernels, 16 * slices, 1))
     }
@@ -225,9 +225,9 @@ impl BoundLinear {
     }
 }
 
-const INPUT_FILES: [&str; 3] = ["linear/input/f32.wgsl", "linear/input/f16.wgsl", "linear/input/bf16.wgsl"];
-const OUTPUT_FILES: [&str; 3] = ["linear/output/f32.wgsl", "linear/output/f16.wgsl", "linear/output/bf16.wgsl"];
-const ELEMENT_FILES: [&str; 3] = ["linear/element/f32.wgsl", "linear/element/f16.wgsl", "linear/element/bf16.wgsl"];
+const INPUT_FILES: [&str; 3] = ["linear/input.wgsl#f32", "linear/input.wgsl#f16", "linear/input.wgsl#bf16"];
+const OUTPUT_FILES: [&str; 3] = ["linear/output.wgsl#f32", "linear/output.wgsl#f16", "linear/output.wgsl#bf16"];
+const ELEMENT_FILES: [&str; 3] = ["linear/element.wgsl#f32", "linear/element.wgsl#f16", "linear/element.wgsl#bf16"];
 
 const fn file(element_type: ElementType, [single, half, brain]: [&'static str; 3]) -> &'static str {
     match element_type {

@@ -14,18 +14,11 @@ macro_rules! files {
 }
 
 files![
-    "linear/codes/eight.wgsl",
-    "linear/codes/four.wgsl",
-    "linear/codes/three.wgsl",
-    "linear/codes/two.wgsl",
+    "linear/codes.wgsl",
     "linear/dequantize_places.wgsl",
     "linear/dequantize_weights.wgsl",
-    "linear/element/bf16.wgsl",
-    "linear/element/f16.wgsl",
-    "linear/element/f32.wgsl",
-    "linear/input/bf16.wgsl",
-    "linear/input/f16.wgsl",
-    "linear/input/f32.wgsl",
+    "linear/element.wgsl",
+    "linear/input.wgsl",
     "linear/linear.wgsl",
     "linear/linear_matrix.wgsl",
     "linear/linear_rows_matrix.wgsl",
@@ -33,16 +26,11 @@ files![
     "linear/matrices.wgsl",
     "linear/octet.wgsl",
     "linear/order_inputs.wgsl",
-    "linear/output/bf16.wgsl",
-    "linear/output/f16.wgsl",
-    "linear/output/f32.wgsl",
-    "linear/place/in_order.wgsl",
-    "linear/place/ordered.wgsl",
+    "linear/output.wgsl",
+    "linear/place.wgsl",
     "linear/prepare_rows.wgsl",
-    "linear/scales/half.wgsl",
-    "linear/scales/single.wgsl",
-    "linear/unit/given.wgsl",
-    "linear/unit/one.wgsl",
+    "linear/scales.wgsl",
+    "linear/unit.wgsl",
     "linear/weights.wgsl",
 ];
 
@@ -67,10 +55,11 @@ mod tests {
 
     #[test]
     fn kernels_with_matrices_compile() {
-        for bits in ["two", "three", "four", "eight"] {
-            let codes = FILES.iter().find(|(name, _)| *name == format!("linear/codes/{bits}.wgsl")).unwrap().0;
-            for output in ["linear/output/f32.wgsl", "linear/output/f16.wgsl", "linear/output/bf16.wgsl"] {
-                for (unit, parts) in [("linear/unit/one.wgsl", 1), ("linear/unit/given.wgsl", 2)] {
+        for codes in
+            ["linear/codes.wgsl#two", "linear/codes.wgsl#three", "linear/codes.wgsl#four", "linear/codes.wgsl#eight"]
+        {
+            for output in ["linear/output.wgsl#f32", "linear/output.wgsl#f16", "linear/output.wgsl#bf16"] {
+                for (unit, parts) in [("linear/unit.wgsl#one", 1), ("linear/unit.wgsl#given", 2)] {
                     let variant = Variant::new(&SHADERS, "linear_matrix").with_f16().with_matrices();
                     let variant = variant.import("codes", codes).import("output", output).import("unit", unit);
                     compile(&variant.constant("PARTS", parts)).unwrap();

@@ -74,9 +74,9 @@ pub struct BenchArgs {
     #[arg(long)]
     quick: bool,
     /// A named choice of shapes and formats.
-    #[arg(long, value_enum, conflicts_with_all = ["shape", "quick", "file"])]
+    #[arg(long, value_enum, conflicts_with_all = ["quick", "file"])]
     suite: Option<SuiteName>,
-    /// Only the shape of this name, or all shapes whose name contains it
+    /// Only the shape of this name, or all shapes whose name contains it; of the suites, prefill takes it
     /// [default: all on a GPU, those up to 128 MiB of f16 on the CPU, those up to 32 MiB on a software GPU].
     #[arg(long, value_name = "TEXT")]
     shape: Option<String>,
@@ -229,7 +229,7 @@ fn bench<B: TimedStores + TimedModel + TimedSelection + TimedLinear>(
         Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
         Some(SuiteName::Linear) => linear::run(backend, driver, args.json).map(|()| Outcome::Passed),
-        Some(SuiteName::Prefill) => prefill::run(backend, driver, args.format.as_deref(), args.json),
+        Some(SuiteName::Prefill) => prefill::run(backend, driver, prefill::Chosen::of(args), args.json),
         #[cfg(feature = "cuda")]
         Some(SuiteName::Ranks) => bail!("--suite ranks opens GPUs of its own"),
         Some(SuiteName::Step) => step::run(backend, driver, args.json).map(|()| Outcome::Passed),
@@ -277,6 +277,9 @@ impl BenchArgs {
             && !matches!(suite, SuiteName::Append | SuiteName::Causal | SuiteName::Decode | SuiteName::Prefill)
         {
             bail!("--suite {name} chooses its own formats; leave --format out");
+        }
+        if self.shape.is_some() && suite != SuiteName::Prefill {
+            bail!("--suite {name} chooses its own shapes; leave --shape out");
         }
         let given = [
             (self.footprint.is_some(), "--footprint"),

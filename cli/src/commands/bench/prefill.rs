@@ -14,8 +14,8 @@ use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use kvpack_report::{Run, Spread, StepTimes, recipes};
 use serde::Serialize;
 
-use super::UNSTEADY_PERCENT;
 use super::timed::{Guard, Timed, random_rows};
+use super::{BenchArgs, UNSTEADY_PERCENT};
 use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
 use crate::provenance;
@@ -93,8 +93,31 @@ impl Batch {
     }
 }
 
+/// What of the suite to time: all without a choice.
+pub struct Chosen<'a> {
+    recipe: Option<&'a str>,
+    shape: Option<&'a str>,
+}
+
+impl<'a> Chosen<'a> {
+    pub fn of(args: &'a BenchArgs) -> Self {
+        Self { recipe: args.format.as_deref(), shape: args.shape.as_deref() }
+    }
+
+    fn batches(&self, is_gpu: bool) -> Result<Vec<Batch>> {
+        let all = all_batches(is_gpu)?;
+        let Some(text) = self.shape else { return Ok(all) };
+        let names = all.iter().map(|batch| format!("'{}'", batch.name)).collect::<Vec<_>>().join(", ");
+        let chosen: Vec<Batch> = all.into_iter().filter(|batch| batch.name.contains(text)).collect();
+        if chosen.is_empty() {
+            bail!("no prompts have a name that contains '{text}'; --suite prefill has {names}");
+        }
+        Ok(chosen)
+    }
+}
+
 /// The batches of the suite. Software computes small ones.
-fn batches(is_gpu: bool) -> Result<Vec<Batch>> {
+fn all_batches(is_gpu: bool) -> Result<Vec<Batch>> {
     let whole = |count: usize, tokens: usize| vec![(tokens, tokens); count];
     let drafts = |queries: usize, tokens: usize| vec![(tokens, queries); 8];
     if !is_gpu {
@@ -149,11 +172,11 @@ fn formats(shape: &AttentionShape, recipe: Option<&str>) -> Result<Vec<SegmentFo
 ///
 /// # Errors
 /// When the backend fails; [`Wrong`] when an output differs from f64.
-pub fn run<B: Timed + Clone>(backend: &B, driver: String, recipe: Option<&str>, json: bool) -> Result<Outcome> {
-    let batches = batches(backend.sizes().is_gpu())?;
+pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, json: bool) -> Result<Outcome> {
+    let batches = chosen.batches(backend.sizes().is_gpu())?;
     let run = provenance::run(driver, backend.guard_tolerance());
     let mut report = PrefillReport { backend: backend.name(), run, rows: Vec::new() };
-    let formats = batches.iter().map(|batch| formats(&batch.shape, recipe)).collect::<Result<Vec<_>>>()?;
+    let formats = batches.iter().map(|batch| formats(&batch.shape, chosen.recipe)).collect::<Result<Vec<_>>>()?;
     let progress = ProgressBar::new(formats.iter().map(Vec::len).sum::<usize>() as u64).with_style(print::bar());
     let mut guard = pollster::block_on(Guard::new(backend))?;
     for (batch, formats) in batches.iter().zip(formats) {

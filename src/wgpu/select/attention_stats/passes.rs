@@ -14,7 +14,7 @@ use crate::wgpu::select::upload_call;
 use crate::wgpu::select::words::Words;
 use crate::wgpu::sources::SHADERS;
 
-/// `StatsCall` of `select/stats_call.wgsl`.
+/// `StatsCall` of `select/calls.wgsl#stats_call`.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct StatsCall {

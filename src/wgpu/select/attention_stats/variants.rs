@@ -43,7 +43,7 @@ fn column_variant(
 ) -> Variant {
     let variant = typed(Variant::new(&SHADERS, "attention_column_stats"), head_dim, queries, keys);
     let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
-    if counting { variant.import("counting", "select/counting/rows.wgsl") } else { variant }
+    if counting { variant.import("counting", "select/counting.wgsl#rows") } else { variant }
 }
 
 /// The same that adds to what is there.

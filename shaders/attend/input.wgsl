@@ -1,0 +1,52 @@
+// Slot `input`: the type of the queries.
+//
+// Every choice has
+//   fn input4(index: u32) -> vec4<f32>
+//     elements 4 · index onwards
+
+// -------- bf16 --------
+
+// A dense bf16 tensor, read four elements at a time: they are the high halves of f32 elements.
+//
+// gives: input4
+// binds: 2 inputs
+
+// import input_rows = attend/input_rows.wgsl
+
+@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
+    return bitcast<vec4<f32>>(vec4<u32>(words.x << 16u, words.x & 0xffff0000u, words.y << 16u, words.y & 0xffff0000u));
+}
+
+// -------- f16 --------
+
+// A dense f16 tensor, read four elements at a time.
+//
+// gives: input4
+// binds: 2 inputs
+
+// import input_rows = attend/input_rows.wgsl
+
+@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
+    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+}
+
+// -------- f32 --------
+
+// A dense f32 tensor, read four elements at a time.
+//
+// gives: input4
+// binds: 2 inputs
+
+// import input_rows = attend/input_rows.wgsl
+
+@group(0) @binding(2) var<storage, read> inputs: array<vec4<f32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    return inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
+}

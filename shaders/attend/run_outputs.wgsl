@@ -1,0 +1,115 @@
+// Slot `run_outputs`: the states of the rows of `attend_run`, from the sums in registers.
+//
+// Every choice has
+//   fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32)
+//     of the subgroup's rows, whose sums of weights are in `factors`; by all subgroups
+
+// -------- plain --------
+
+// States of the channels as they are stored: 16 channels of all rows at a time.
+//
+// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores, state_row,
+//   states
+// gives: write_states
+
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
+            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
+        }
+        workgroupBarrier();
+        // unroll
+        for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
+            let row = team * OWN_ROWS + i * 8u + lane / 4u;
+            if (head_exists(item, y, row)) {
+                // A row that sees no token of the item has no weights, and a state that weighs nothing.
+                let weights = select(1f, factors[row], factors[row] > 0f);
+                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
+                let field = step * 4u + lane % 4u;
+                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
+            }
+        }
+        workgroupBarrier();
+    }
+}
+
+// -------- rotated --------
+
+// States of rotated values, rotated back: a lane takes all channels of a row into its registers.
+//
+// The order of the butterflies is that of common/rotation.wgsl#rotate_row, so that the bits are the same.
+//
+// needs: HEAD_DIM, OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists,
+//   run_output, scores, state_row, states
+// gives: write_states
+
+// import common/rotation.wgsl#rotation
+
+// Vectors of four channels of a row, and pairs of them.
+const ROW_VECTORS: u32 = HEAD_DIM / 4u;
+const ROW_PAIRS: u32 = HEAD_DIM / 8u;
+// Stages of butterflies between vectors, for the largest order.
+const VECTOR_STAGES: u32 = 6u;
+
+fn rotate_vectors(row: ptr<function, array<vec4<f32>, ROW_VECTORS>>) {
+    // unroll
+    for (var i = 0u; i < ROW_VECTORS; i++) {
+        var v = (*row)[i];
+        v = vec4<f32>(v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w);
+        if (ROTATION_ORDER > 2u) {
+            v = vec4<f32>(v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w);
+        }
+        (*row)[i] = v;
+    }
+    // unroll
+    for (var stage = 0u; stage < VECTOR_STAGES; stage++) {
+        if (ROTATION_ORDER >= (8u << stage)) {
+            // unroll
+            for (var pair = 0u; pair < ROW_PAIRS; pair++) {
+                const low = ((pair >> stage) << (stage + 1u)) + (pair & ((1u << stage) - 1u));
+                const high = min(low + (1u << stage), ROW_VECTORS - 1u);
+                let a = (*row)[low];
+                let b = (*row)[high];
+                (*row)[low] = a + b;
+                (*row)[high] = a - b;
+            }
+        }
+    }
+}
+
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+    let own = team * OWN_ROWS + lane % OWN_ROWS;
+    // A row that sees no token of the item has no weights, and a state that weighs nothing.
+    let weights = select(1f, factors[own], factors[own] > 0f);
+    var row: array<vec4<f32>, ROW_VECTORS>;
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
+            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
+        }
+        workgroupBarrier();
+        // unroll
+        for (var i = 0u; i < ROW_SCORES; i++) {
+            let mean = scores[own * SCORE_ROW + i] / weights;
+            let output = run_output(item.range_slot, y, (step * 4u + i) * 4u, mean);
+            row[step * 4u + i] =
+                vec4<f32>(scaled_input(output.x), scaled_input(output.y), scaled_input(output.z), scaled_input(output.w));
+        }
+        workgroupBarrier();
+    }
+    rotate_vectors(&row);
+    if (lane < OWN_ROWS && head_exists(item, y, own)) {
+        let to = state_row(item, y, own);
+        // unroll
+        for (var i = 0u; i < ROW_VECTORS; i++) {
+            let v = row[i];
+            states[to + i] = vec4<f32>(unflipped(v.x, i * 4u), unflipped(v.y, i * 4u + 1u),
+                unflipped(v.z, i * 4u + 2u), unflipped(v.w, i * 4u + 3u));
+        }
+    }
+}

@@ -1,7 +1,0 @@
-// Single activations in bf16, two to a word.
-
-@group(0) @binding(2) var<storage, read> inputs: array<u32>;
-
-fn element(index: u32) -> f32 {
-    return bitcast<f32>((inputs[index / 2u] >> (16u * (index % 2u))) << 16u);
-}
