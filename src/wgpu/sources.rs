@@ -22,7 +22,8 @@ macro_rules! files {
 }
 
 files![
-     "attend/attend_matrix.wgsl",
+    "attend/attend.wgsl",
+    "attend/attend_matrix.wgsl",
     "attend/attend_run.wgsl",
     "attend/block_max.wgsl",
     "attend/byte_weights.wgsl",
@@ -141,7 +142,6 @@ files![
     "select/sum_partials.wgsl",
     "select/token_scores.wgsl",
     "select/top_k.wgsl",
-   "attend/attend.wgsl",
 ];
 
 #[cfg(test)]

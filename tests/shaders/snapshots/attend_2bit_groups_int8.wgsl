@@ -11,10 +11,10 @@
 // (attend/merge.wgsl#last). Otherwise `prepare_query` and `merge_states` do this.
 //
 // attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/step_scores.wgsl the keys,
-// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query heads, 16 bytes per
-// lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
-// of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of one step, 512 · HEADS
-// bytes for sums, and 8 · HEAD_DIM for ranges of values.
+// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query
+// heads, 16 bytes per lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head
+// where keys have ranges of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of
+// one step, 512 · HEADS bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
 // anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the
@@ -204,10 +204,10 @@ fn set_scores_lowest() {
 //   score = unit (Σ round(q s_g / unit) c + Σ q (m_g + 2^(bits-1) s_g) / unit)
 //
 // The scales of a group are multiplied into the query, which is converted to bytes separately for every group of a
-// tile, in the order of use (attend/prepared_query.wgsl#query_fields). The bytes are relative to the largest |q s_g| of the whole
-// tile: that takes one maximum over the team per head, where separate units would take one per group. A team does this
-// for its next tile between two barriers of a step (attend/query_bytes.wgsl); a lane takes the field groups lane, lane +
-// 32, ... The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Groups of eight
+// tile, in the order of use (attend/prepared_query.wgsl#query_fields). The bytes are relative to the largest |q s_g| of
+// the whole tile: that takes one maximum over the team per head, where separate units would take one per group. A team
+// does this for its next tile between two barriers of a step (attend/query_bytes.wgsl); a lane takes the field groups lane,
+// lane + 32, ... The query lies in workgroup memory as one f32 row per head, scaled by log2(e) / √D. Groups of eight
 // neighbouring lanes or more read neighbouring vectors of keys and convert their fields to signed bytes
 // (attend/key_bytes.wgsl).
 //

@@ -11,10 +11,10 @@
 // (attend/merge.wgsl#last). Otherwise `prepare_query` and `merge_states` do this.
 //
 // attend/work_item.wgsl describes the invocations, attend/softmax_loop.wgsl the loop, attend/step_scores.wgsl the keys,
-// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query heads, 16 bytes per
-// lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head where keys have ranges
-// of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of one step, 512 · HEADS
-// bytes for sums, and 8 · HEAD_DIM for ranges of values.
+// attend/values.wgsl and attend/products.wgsl#value_dots the values. Keys and values are read once per chunk of query
+// heads, 16 bytes per lane, coalesced. Workgroup memory holds the query rows (and 16 rows of bytes per step and head
+// where keys have ranges of groups, which may share the memory of the weights: attend/query_bytes.wgsl), the weights of
+// one step, 512 · HEADS bytes for sums, and 8 · HEAD_DIM for ranges of values.
 //
 // In bounds: what items, page table and tables of states hold is clamped to what is bound, so that they may hold
 // anything (docs/in-bounds.md); lanes beyond HEAD_DIM clamp their channel, teams without a tile read ranges of the

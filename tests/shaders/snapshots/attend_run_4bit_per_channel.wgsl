@@ -312,9 +312,9 @@ const NO_PRODUCT: f32 = -3.4028234e38f;
 // shaders/attend/codes.wgsl#four_bits
 // ----------------------------------------------------------------------------------------------------
 
-// Codes of 4 bits as halves, for kernels in which all codes have 4 bits. The general attend/codes.wgsl#code_halves takes a
-// second register for every word. Combining the bits of 2^10 with an integer below 16 gives the half of their sum. Two
-// such halves, four fields apart, are unpacked at once.
+// Codes of 4 bits as halves, for kernels in which all codes have 4 bits. The general attend/codes.wgsl#code_halves
+// takes a second register for every word. Combining the bits of 2^10 with an integer below 16 gives the half of their
+// sum. Two such halves, four fields apart, are unpacked at once.
 //
 // needs: Eight, Half4
 // gives: Half2, CODES, SIGNED_CODES, code_halves
