@@ -117,10 +117,10 @@ mod tests {
 
     #[test]
     fn sections_stand_below_their_lines() {
-        let text =
+        const TEXT: &str =
             "// Slot.\nfn a() {}\n\n// -------- one --------\n\nfn b() {}\n\n// -------- two --------\nfn c() {}\n";
-        let files = &[("x/slot.wgsl", text), ("x/kernel.wgsl", "fn d() {}\n")];
-        let sources = ShaderSources { library: "test", files, tables: &[], unclamped_table: None };
+        const FILES: &[(&str, &str)] = &[("x/slot.wgsl", TEXT), ("x/kernel.wgsl", "fn d() {}\n")];
+        let sources = ShaderSources { library: "test", files: FILES, tables: &[], unclamped_table: None };
         assert_eq!(sources.text("x/slot.wgsl"), Some("// Slot.\nfn a() {}\n\n"));
         assert_eq!(sources.text("x/slot.wgsl#one"), Some("\nfn b() {}\n\n"));
         assert_eq!(sources.text("x/slot.wgsl#two"), Some("fn c() {}\n"));
