@@ -37,6 +37,10 @@
 // import attend/numbering.wgsl#subgroup
 // import attend/work_item.wgsl
 // import attend/states.wgsl#states
+// import run_keys = attend/run_keys.wgsl#f16
+// import run_values = attend/run_values.wgsl#f16
+// import run_arrivals = attend/run_arrivals.wgsl#by_turns
+// import run_outputs = attend/run_outputs.wgsl#plain
 
 alias Half4 = vec4<f16>;
 alias Left = coop_mat16x16<f16, A>;
@@ -85,10 +89,6 @@ const MOST_WEIGHT: f32 = 15f;
 const START_WEIGHT: f32 = 6f;
 // The product of a token that does not exist: minus infinity, times any unit.
 const NO_PRODUCT: f32 = -3.4028234e38f;
-
-// import run_keys = attend/run_keys.wgsl#f16
-// import run_values = attend/run_values.wgsl#f16
-// import run_arrivals = attend/run_arrivals.wgsl#by_turns
 
 // [step][token][channel], [channel][token], [row][token], [row][token].
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
@@ -310,8 +310,6 @@ fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, 
     }
     add_values(sums, team);
 }
-
-// import run_outputs = attend/run_outputs.wgsl#plain
 
 @compute @workgroup_size(INVOCATIONS)
 fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {

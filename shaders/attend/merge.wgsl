@@ -27,12 +27,12 @@ fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 // gives: states, merge_item
 // binds: 7 states, 9 arrived
 
+// import output = attend/output.wgsl#f32
+// import attend/states.wgsl#join_states
+
 @group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
 // Number of workgroups that have written their state of a query head: [row][query head].
 @group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
-
-// import output = attend/output.wgsl#f32
-// import attend/states.wgsl#join_states
 
 var<workgroup> is_last: array<u32, HEADS>;
 

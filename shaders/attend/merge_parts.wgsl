@@ -15,6 +15,9 @@
 // binds: 0 call, 1 part_outputs, 2 part_lse
 // set by plans: HEAD_DIM
 
+// import output = attend/output.wgsl#f32
+// import lse = attend/lse.wgsl
+
 struct Call {
     parts: u32,
 }
@@ -29,9 +32,6 @@ const HEAD_DIM: u32 = 128u;
 const FIELDS: u32 = HEAD_DIM / 4u;
 // Below every log-sum-exp of a part with tokens.
 const NO_LSE: f32 = -1e30f;
-
-// import output = attend/output.wgsl#f32
-// import lse = attend/lse.wgsl
 
 // The weight of a part. A part without tokens has none, and NaN stays NaN.
 fn weight_of(part: f32, largest: f32) -> f32 {

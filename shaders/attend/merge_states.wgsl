@@ -17,6 +17,11 @@
 // binds: 0 state_rows, 7 states
 // set by plans: HEAD_DIM, QUERY_HEADS, MERGED_HEADS
 
+// import output = attend/output.wgsl#f32
+// import lse = attend/lse.wgsl
+// import attend/states.wgsl#join_states
+// import sinks = attend/sinks.wgsl
+
 // The states of every row: the first, and one past the last.
 @group(0) @binding(0) var<storage, read> state_rows: array<vec2<u32>>;
 @group(0) @binding(7) var<storage, read> states: array<vec4<f32>>;
@@ -30,11 +35,6 @@ const LISTS: u32 = INVOCATIONS / FIELDS;
 const MERGED_HEADS: u32 = 1u;
 const HEAD_LISTS: u32 = LISTS / MERGED_HEADS;
 const STATE_ROW: u32 = FIELDS + 1u;
-
-// import output = attend/output.wgsl#f32
-// import lse = attend/lse.wgsl
-// import attend/states.wgsl#join_states
-// import sinks = attend/sinks.wgsl
 
 var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
 // Sum of weights, and the largest log-sum-exp.

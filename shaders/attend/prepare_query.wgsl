@@ -16,6 +16,12 @@
 // binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, PARTS, SCORE_SCALE
 
+// import input = attend/input.wgsl#f32
+// import query_rotation = attend/query_rotation.wgsl
+// import query_ranges = attend/query_ranges.wgsl
+// import extremes = attend/extremes.wgsl
+// import query_row = attend/query_row.wgsl#int
+
 struct PreparedQuery {
     // Row of the query in the tensor.
     row: u32,
@@ -35,14 +41,7 @@ const PARTS: u32 = 1u;
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
 
-// import input = attend/input.wgsl#f32
-// import query_rotation = attend/query_rotation.wgsl
-// import query_ranges = attend/query_ranges.wgsl
-// import extremes = attend/extremes.wgsl
-
 var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
-
-// import query_row = attend/query_row.wgsl#int
 
 @compute @workgroup_size(64)
 fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) field: u32) {

@@ -11,6 +11,11 @@
 // binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, ROW_INVOCATIONS, SCORE_SCALE
 
+// import input = attend/input.wgsl#f32
+// import rotated_rows = attend/rotated_rows.wgsl
+// import query_ranges = attend/query_ranges.wgsl
+// import query_row = attend/query_row.wgsl#f16
+
 struct PreparedQuery {
     // Row of the query in the tensor.
     row: u32,
@@ -32,14 +37,8 @@ const PREPARED_HEADS: u32 = LANE_HEADS * (INVOCATIONS / ROW_INVOCATIONS);
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
 
-// import input = attend/input.wgsl#f32
-// import rotated_rows = attend/rotated_rows.wgsl
-// import query_ranges = attend/query_ranges.wgsl
-
 // The largest magnitude, and the bias: [head of an invocation][invocation].
 var<workgroup> parts: array<vec2<f32>, LANE_HEADS * INVOCATIONS>;
-
-// import query_row = attend/query_row.wgsl#f16
 
 @compute @workgroup_size(64)
 fn prepare_run_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {

@@ -19,13 +19,13 @@
 // gives: TEAM_HEADS, load_query
 // set by plans: SCORE_SCALE
 
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
-
 // import input = attend/input.wgsl#f32
 // import query_ranges = attend/query_ranges.wgsl
 // import attend/prepared_query.wgsl#query_fields
 // import team_totals = attend/team_totals.wgsl#memory
+
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
 
 const TEAMS: u32 = INVOCATIONS / 32u;
 const TEAM_HEADS: u32 = (HEADS + TEAMS - 1u) / TEAMS;
@@ -90,10 +90,10 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // gives: load_query
 // set by plans: SCORE_SCALE
 
+// import input = attend/input.wgsl#f32
+
 // log2(e) / √D.
 const SCORE_SCALE: f32 = 0.12751743f;
-
-// import input = attend/input.wgsl#f32
 
 // Vectors of an invocation.
 const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;

@@ -67,11 +67,11 @@ fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
 // binds: 3 rows
 // set by plans: QUERY_PLANES
 
+// import attend/prepared_query.wgsl#query_fields
+
 @group(0) @binding(3) var<storage, read_write> rows: array<u32>;
 
 const QUERY_PLANES: u32 = 2u;
-
-// import attend/prepared_query.wgsl#query_fields
 
 const ROW: u32 = QUERY_PLANES * ROW_FIELDS + 4u;
 

@@ -16,6 +16,8 @@
 // import common/ordered.wgsl
 // import workgroup_max = attend/workgroup_max.wgsl
 // import logits = attend/logits.wgsl
+// import values = attend/values.wgsl#dot
+// import attend/states.wgsl#states
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -29,9 +31,6 @@ var<private> weight_sum: array<f32, HEADS>;
 // running maximum.
 var<private> keep: array<f32, HEADS>;
 var<private> enter: array<f32, HEADS>;
-
-// import values = attend/values.wgsl#dot
-// import attend/states.wgsl#states
 
 // Pages of which all parts exist.
 fn pages() -> u32 {

@@ -7,10 +7,11 @@
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
+// import merge = attend/merge.wgsl#later
+// import output_rotation = attend/output_rotation.wgsl
+
 const FIELDS: u32 = HEAD_DIM / 4u;
 const STATE_ROW: u32 = FIELDS + 1u;
-
-// import merge = attend/merge.wgsl#later
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
     let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
@@ -28,8 +29,6 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
         states[state_row(item, y, head) + FIELDS].x = lse;
     }
 }
-
-// import output_rotation = attend/output_rotation.wgsl
 
 // -------- join_states --------
 

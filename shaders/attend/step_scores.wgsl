@@ -37,6 +37,10 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
 
+// import key_bytes = attend/key_bytes.wgsl#top
+// import key_ranges = attend/key_ranges.wgsl#folded
+// import query = attend/query.wgsl#prepared
+
 alias KeyVector = vec4<u32>;
 
 @group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
@@ -45,8 +49,6 @@ alias KeyVector = vec4<u32>;
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
 
-// import key_bytes = attend/key_bytes.wgsl#top
-
 const QUERY_PLANES: u32 = 2u;
 const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
 // One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
@@ -54,11 +56,7 @@ const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
 const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
 const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
 
-// import key_ranges = attend/key_ranges.wgsl#folded
-
 var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
-
-// import query = attend/query.wgsl#prepared
 
 fn key_pages() -> u32 {
     return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
@@ -132,6 +130,10 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS
 
+// import key_field = attend/key_field.wgsl#f16
+// import attend/products.wgsl#add_product
+// import query = attend/query.wgsl#prepared_f32
+
 alias KeyVector = vec4<u32>;
 
 @group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
@@ -140,16 +142,10 @@ alias KeyVector = vec4<u32>;
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 16u;
 
-// import key_field = attend/key_field.wgsl#f16
-
 const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_WORD_FIELDS * KEY_PLANES;
 const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
 
 var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
-
-// import attend/products.wgsl#add_product
-
-// import query = attend/query.wgsl#prepared_f32
 
 fn key_pages() -> u32 {
     return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
@@ -212,6 +208,12 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // binds: 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_AHEAD, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
+// import key_bytes = attend/key_bytes.wgsl#top
+// import attend/prepared_query.wgsl#query_fields
+// import query_bytes = attend/query_bytes.wgsl#own
+// import query = attend/query.wgsl#prepared_f32
+// import key_totals = attend/key_totals.wgsl#memory
+
 alias KeyVector = vec4<u32>;
 
 @group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
@@ -223,9 +225,6 @@ const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
 // Vectors of a token that are loaded together. It divides the number of its vectors.
 const KEY_AHEAD: u32 = 4u;
-
-// import key_bytes = attend/key_bytes.wgsl#top
-// import attend/prepared_query.wgsl#query_fields
 
 // Groups of tokens in a tile: 1, 2 or 4.
 const KEY_TOKEN_GROUPS: u32 = 4u;
@@ -249,10 +248,6 @@ const STEP_QUERY_VECTORS: u32 = STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW;
 var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
 // The value of one unit of the query's integers: [tile of the step][head].
 var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
-
-// import query_bytes = attend/query_bytes.wgsl#own
-// import query = attend/query.wgsl#prepared_f32
-// import key_totals = attend/key_totals.wgsl#memory
 
 // Ranges of four channels in a group of a tile. Channels past the head, in rows that do not fill a vector, are
 // multiplied by a zero query: any range in bounds will do.
@@ -451,6 +446,7 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
 // set by plans: KeyVector, KEY_BITS, KEY_VECTOR, KEY_VECTORS, KEY_PARTS, LEVEL_UNIT, SKETCH_LEVEL, QUERY_PLANES
 
 // import attend/codes.wgsl#level_bytes
+// import sketch_fields = attend/sketch_fields.wgsl#planes
 
 alias KeyVector = vec4<u32>;
 
@@ -463,8 +459,6 @@ const KEY_BITS: u32 = 4u;
 // Words of a vector, and vectors of a token's row.
 const KEY_VECTOR: u32 = 4u;
 const KEY_VECTORS: u32 = 4u;
-
-// import sketch_fields = attend/sketch_fields.wgsl#planes
 
 const KEY_PARTS: u32 = 2u;
 const LEVEL_UNIT: f32 = 1f;

@@ -11,6 +11,9 @@
 // binds: 0 call, 1 centres, 3 lse
 // set by plans: HEAD_DIM
 
+// import pack/flat.wgsl
+// import input = attend/input.wgsl#f32
+
 struct Call {
     query_heads: u32,
     kv_heads: u32,
@@ -28,9 +31,6 @@ const HEAD_DIM: u32 = 128u;
 const FIELDS: u32 = HEAD_DIM / 4u;
 // Below every log-sum-exp of a state with tokens.
 const NO_LSE: f32 = -1e30f;
-
-// import pack/flat.wgsl
-// import input = attend/input.wgsl#f32
 
 @compute @workgroup_size(64)
 fn uncentre_lse(

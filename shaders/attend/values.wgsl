@@ -55,6 +55,7 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 // set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
 
 // import attend/products.wgsl#value_dots
+// import byte_weights = attend/byte_weights.wgsl#shared
 
 // Quad pairs of a tile.
 const TILE_QUAD_PAIRS: u32 = 4u;
@@ -92,8 +93,6 @@ fn weight_group(team: u32, lane: u32) -> u32 {
 fn is_first_of_block(lane: u32) -> bool {
     return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
 }
-
-// import byte_weights = attend/byte_weights.wgsl#shared
 
 fn begin_values(invocation: u32) {
     begin_block_maxima(invocation);
@@ -194,6 +193,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 
 // import attend/products.wgsl#value_dots
 // import attend/products.wgsl#weights_of_step
+// import value_ranges = attend/value_ranges.wgsl#folded
 
 const LARGEST_WEIGHT: f32 = 32639f;
 // Factor of a sum of integer weights times bytes.
@@ -205,8 +205,6 @@ var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
 // Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
 // tokens of a step.
 var<private> dither: array<f32, LANE_TOKENS>;
-
-// import value_ranges = attend/value_ranges.wgsl#folded
 
 fn begin_values(invocation: u32) {
     // unroll
@@ -311,6 +309,10 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 
+// import value_field = attend/value_field.wgsl#f16
+// import attend/products.wgsl#weights_of_step
+// import attend/products.wgsl#add_product
+
 alias ValueVector = vec4<u32>;
 alias Weights = vec4<f32>;
 
@@ -320,10 +322,6 @@ alias Weights = vec4<f32>;
 const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
-
-// import value_field = attend/value_field.wgsl#f16
-// import attend/products.wgsl#weights_of_step
-// import attend/products.wgsl#add_product
 
 // [head][tile of the step][field group]
 var<workgroup> step_weights: array<Weights, HEADS * TILE_TOKENS>;

@@ -18,6 +18,8 @@
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
+// import item_of = attend/item_of.wgsl
+
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
@@ -80,8 +82,6 @@ fn read_item(index: u32) -> WorkItem {
     item.queries = clamp(item.queries, 1u, QUERIES);
     return item;
 }
-
-// import item_of = attend/item_of.wgsl
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one

@@ -16,15 +16,14 @@
 // import pack/tile.wgsl
 // import pack/half.wgsl
 // import rows = pack/rows.wgsl#f32
-
-const INVOCATIONS: u32 = 64u;
-const HEAD_DIM: u32 = 128u;
-
 // import row = pack/row.wgsl#plain
 // import row_ranges = pack/row_ranges.wgsl
 // import field = pack/field.wgsl#f16
 // import finite = pack/finite.wgsl#unchecked
 // import words = pack/words.wgsl#of_key
+
+const INVOCATIONS: u32 = 64u;
+const HEAD_DIM: u32 = 128u;
 
 @compute @workgroup_size(64)
 fn append(

@@ -3,6 +3,9 @@
 // gives: Place, call, TILE_TOKENS, row_start, rounded
 // binds: 0 call
 
+// import tokens = pack/tokens.wgsl#run
+// import places = pack/places.wgsl#listed
+
 struct Place {
     // First token, relative to the first of the span.
     token: u32,
@@ -52,9 +55,6 @@ struct Call {
 @group(0) @binding(0) var<storage, read> call: Call;
 
 const TILE_TOKENS: u32 = 128u;
-
-// import tokens = pack/tokens.wgsl#run
-// import places = pack/places.wgsl#listed
 
 // Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {

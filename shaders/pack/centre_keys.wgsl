@@ -14,14 +14,13 @@
 
 // import pack/call.wgsl
 // import rows = pack/rows.wgsl#f32
+// import row = pack/row.wgsl#plain
 
 @group(0) @binding(2) var<storage, read_write> output: array<f32>;
 @group(0) @binding(7) var<storage, read> centres: array<f32>;
 
 const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
-
-// import row = pack/row.wgsl#plain
 
 @compute @workgroup_size(64)
 fn centre_keys(

@@ -16,13 +16,12 @@
 
 // import pack/call.wgsl
 // import rows = pack/rows.wgsl#f32
+// import common/rotation.wgsl#rotate_row
 
 @group(0) @binding(2) var<storage, read_write> output: array<f32>;
 
 const INVOCATIONS: u32 = 64u;
 const HEAD_DIM: u32 = 128u;
-
-// import common/rotation.wgsl#rotate_row
 
 @compute @workgroup_size(64)
 fn hadamard(

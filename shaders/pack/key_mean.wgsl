@@ -16,6 +16,7 @@
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import rows = pack/rows.wgsl#f32
+// import mean = pack/mean.wgsl#of_call
 
 @group(0) @binding(7) var<storage, read_write> centres: array<f32>;
 
@@ -28,8 +29,6 @@ struct Mean {
     // 1 / tokens.
     factor: f32,
 }
-
-// import mean = pack/mean.wgsl#of_call
 
 @compute @workgroup_size(64)
 fn key_mean(

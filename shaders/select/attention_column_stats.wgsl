@@ -17,6 +17,7 @@
 // set by plans: AGGREGATION, ADDS
 
 // import select/calls.wgsl#stats_call
+// import counting = select/counting.wgsl
 
 // By the strides of the call.
 @group(0) @binding(3) var<storage, read> row_lse: array<f32>;
@@ -27,8 +28,6 @@
 const AGGREGATION: u32 = 0u;
 // 1: sums are added to what is there.
 const ADDS: u32 = 0u;
-
-// import counting = select/counting.wgsl
 
 fn write_sum(head: u32, token: u32, sum: f32) {
     let at = head * call.sum_stride + token;

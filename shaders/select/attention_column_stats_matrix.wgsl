@@ -19,6 +19,7 @@
 // set by plans: AGGREGATION
 
 // import select/stats_matrix.wgsl
+// import counting = select/matrix_counting.wgsl
 
 // [query_head][row].
 @group(0) @binding(4) var<storage, read> row_lse: array<f32>;
@@ -36,8 +37,6 @@ var<workgroup> columns: array<vec2<f32>, COLUMNS>;
 var<workgroup> last_seen: array<u32, COLUMNS>;
 // [subgroup + head][key]. A head that continues in the next subgroup has one sum in each.
 var<workgroup> partial_sums: array<f32, PARTIAL_SUMS>;
-
-// import counting = select/matrix_counting.wgsl
 
 fn note_column(chunk: Chunk, index: u32, kv_head: u32, column: u32) {
     let row = chunk.first_row + column % chunk.rows;

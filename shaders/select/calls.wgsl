@@ -7,6 +7,10 @@
 // gives: call, LOWEST, stage_queries, load_tile, sees
 // binds: 0 call
 
+// import rows = pack/rows.wgsl#f32
+// import queries = select/queries.wgsl#f32
+// import select/rows.wgsl#resident_rows
+
 struct StatsCall {
     // Index of the first element of each tensor within its binding.
     first_key: u32,
@@ -40,10 +44,6 @@ struct StatsCall {
 
 // Below every score.
 const LOWEST: f32 = -3.4028234e38f;
-
-// import rows = pack/rows.wgsl#f32
-// import queries = select/queries.wgsl#f32
-// import select/rows.wgsl#resident_rows
 
 // Stages keys, starting at `token`. Keys that do not exist are zeros.
 fn stage_keys(token: u32, kv_head: u32, invocation: u32) {
@@ -170,6 +170,8 @@ fn chunk_of(index: u32) -> Chunk {
 // gives: call, row_start
 // binds: 0 call
 
+// import rows = pack/rows.wgsl#f32
+
 struct MergeCall {
     // Index of the first element of the rows within their binding.
     first_element: u32,
@@ -183,8 +185,6 @@ struct MergeCall {
 }
 
 @group(0) @binding(0) var<storage, read> call: MergeCall;
-
-// import rows = pack/rows.wgsl#f32
 
 // Index of the first element of a row. Tokens that do not exist are clamped.
 fn row_start(token: u32, kv_head: u32) -> u32 {

@@ -10,6 +10,9 @@
 // gives: call
 // binds: 0 call, 3 similarities
 
+// import rows = pack/rows.wgsl#f32
+// import queries = select/queries.wgsl#f32
+
 struct SimilarityCall {
     // Index of the first element of each tensor within its binding.
     first_query: u32,
@@ -19,9 +22,6 @@ struct SimilarityCall {
 }
 
 @group(0) @binding(0) var<storage, read> call: SimilarityCall;
-
-// import rows = pack/rows.wgsl#f32
-// import queries = select/queries.wgsl#f32
 
 @group(0) @binding(3) var<storage, read_write> similarities: array<f32>;
 

@@ -406,6 +406,16 @@ fn headers_say_what_files_need_and_give() {
     assert!(wrong.is_empty(), "{}\nKVPACK_UPDATE=1 writes them", wrong.join("\n"));
 }
 
+/// What a file is made of stands between its header and its code.
+#[test]
+fn imports_are_at_the_top() {
+    for file in files().values() {
+        let after_code = file.text.lines().skip_while(|line| line.is_empty() || line.starts_with("//"));
+        let late: Vec<&str> = after_code.filter(|line| line.starts_with("// import ")).collect();
+        assert!(late.is_empty(), "shaders/{} imports after its code begins: {late:?}", file.path);
+    }
+}
+
 /// What a slot's header says every choice has is there, with the same parameters, and defaults are replaced by
 /// functions with the same parameters.
 #[test]

@@ -2,17 +2,25 @@
 
 use std::collections::BTreeMap;
 
-/// The values of all lines `const NAME: u32 = expression;`, in order.
+/// The values of all lines `const NAME: u32 = expression;`, wherever the constants stand that an expression names.
 pub(super) fn evaluate_constants(text: &str) -> BTreeMap<String, u32> {
+    let declared = text.lines().filter_map(|line| line.strip_prefix("const ")?.split_once(": u32 = "));
+    let mut waiting: Vec<(&str, &str)> =
+        declared.map(|(name, rest)| (name, rest.split(';').next().unwrap_or(""))).collect();
     let mut constants = BTreeMap::new();
-    for line in text.lines() {
-        if let Some((name, expression)) = line.strip_prefix("const ").and_then(|rest| rest.split_once(": u32 = "))
-            && let Some(value) = Expression::new(expression.split(';').next().unwrap_or(""), &constants).value()
-        {
-            constants.insert(name.to_owned(), value);
+    loop {
+        let before = waiting.len();
+        waiting.retain(|&(name, expression)| match Expression::new(expression, &constants).value() {
+            Some(value) => {
+                constants.insert(name.to_owned(), value);
+                false
+            }
+            None => true,
+        });
+        if waiting.len() == before {
+            return constants;
         }
     }
-    constants
 }
 
 /// Unrolls the loops under `// unroll`, innermost last.
@@ -133,6 +141,15 @@ mod tests {
         assert_eq!(value("2u * (A - B_2)"), Some(4));
         assert_eq!(value("A -"), None);
         assert_eq!(value("C"), None);
+    }
+
+    #[test]
+    fn constants_may_name_later_ones() {
+        let constants = evaluate_constants(
+            "const A: u32 = B + 1u;\nconst B: u32 = 2u * C;\nconst C: u32 = 3u;\nconst D: u32 = E;\n",
+        );
+        let expected = [("A", 7), ("B", 6), ("C", 3)].map(|(name, value)| (name.to_owned(), value));
+        assert_eq!(constants, BTreeMap::from(expected));
     }
 
     #[test]

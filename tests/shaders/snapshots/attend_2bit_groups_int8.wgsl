@@ -67,6 +67,23 @@ fn number(numbering: Numbering) -> u32 {
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
@@ -129,23 +146,6 @@ fn read_item(index: u32) -> WorkItem {
     item.queries = clamp(item.queries, 1u, QUERIES);
     return item;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
@@ -217,18 +217,6 @@ fn set_scores_lowest() {
 // binds: 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_AHEAD, KEY_TOKEN_GROUPS, KEY_MIDDLE
 
-alias KeyVector = vec4<u32>;
-
-@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
-// Scale and minimum in f16: [tile][group of tokens][channel].
-@group(0) @binding(4) var<storage, read> key_ranges: array<vec4<u32>>;
-
-// Words of a vector, and vectors of a token's row.
-const KEY_VECTOR: u32 = 4u;
-const KEY_VECTORS: u32 = 2u;
-// Vectors of a token that are loaded together. It divides the number of its vectors.
-const KEY_AHEAD: u32 = 2u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/key_bytes.wgsl#top
 // ----------------------------------------------------------------------------------------------------
@@ -294,33 +282,6 @@ fn high_bytes(x: vec4<i32>) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#groups
-// ----------------------------------------------------------------------------------------------------
-
-// Groups of tokens in a tile: 1, 2 or 4.
-const KEY_TOKEN_GROUPS: u32 = 4u;
-const KEY_MIDDLE: f32 = 2.0f;
-// Sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
-// HEAD_DIM · 127 · 128 < 2^22.
-const SUM_START: i32 = 1262485504i;
-// Four field groups of a row each.
-const ROW_QUADS: u32 = KEY_VECTORS * KEY_QUADS;
-const QUERY_VECTORS: u32 = ROW_QUADS * 4u;
-const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
-// Field groups of a lane, padding of the row of keys included.
-const LANE_FIELDS: u32 = (QUERY_VECTORS + 31u) / 32u;
-
-var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
-
-// [tile of the step][group]: [head][quad], and a vector that keeps groups in banks of their own.
-const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
-const STEP_QUERY_VECTORS: u32 = STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW;
-// Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
-var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
-// The value of one unit of the query's integers: [tile of the step][head].
-var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/query_bytes.wgsl#of_weights
 // ----------------------------------------------------------------------------------------------------
 
@@ -357,9 +318,6 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {
 // gives: load_query
 // set by plans: SCORE_SCALE
 
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -391,6 +349,9 @@ fn input4(index: u32) -> vec4<f32> {
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/query.wgsl#own_f32
 // ----------------------------------------------------------------------------------------------------
+
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
 
 // Vectors of an invocation.
 const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
@@ -534,6 +495,41 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/step_scores.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
+
+alias KeyVector = vec4<u32>;
+
+@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
+// Scale and minimum in f16: [tile][group of tokens][channel].
+@group(0) @binding(4) var<storage, read> key_ranges: array<vec4<u32>>;
+
+// Words of a vector, and vectors of a token's row.
+const KEY_VECTOR: u32 = 4u;
+const KEY_VECTORS: u32 = 2u;
+// Vectors of a token that are loaded together. It divides the number of its vectors.
+const KEY_AHEAD: u32 = 2u;
+
+// Groups of tokens in a tile: 1, 2 or 4.
+const KEY_TOKEN_GROUPS: u32 = 4u;
+const KEY_MIDDLE: f32 = 2.0f;
+// Sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
+// HEAD_DIM · 127 · 128 < 2^22.
+const SUM_START: i32 = 1262485504i;
+// Four field groups of a row each.
+const ROW_QUADS: u32 = KEY_VECTORS * KEY_QUADS;
+const QUERY_VECTORS: u32 = ROW_QUADS * 4u;
+const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
+// Field groups of a lane, padding of the row of keys included.
+const LANE_FIELDS: u32 = (QUERY_VECTORS + 31u) / 32u;
+
+var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
+
+// [tile of the step][group]: [head][quad], and a vector that keeps groups in banks of their own.
+const GROUP_ROW: u32 = HEADS * ROW_QUADS + 1u;
+const STEP_QUERY_VECTORS: u32 = STEP_TILES * KEY_TOKEN_GROUPS * GROUP_ROW;
+// Σ q (m_g + 2^(bits-1) s_g) in units: [tile of the step][group][head].
+var<workgroup> group_biases: array<f32, STEP_TILES * KEY_TOKEN_GROUPS * HEADS>;
+// The value of one unit of the query's integers: [tile of the step][head].
+var<workgroup> tile_units: array<f32, STEP_TILES * HEADS>;
 
 // Ranges of four channels in a group of a tile. Channels past the head, in rows that do not fill a vector, are
 // multiplied by a zero query: any range in bounds will do.
@@ -787,23 +783,6 @@ fn enters() -> bool {
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
-var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
-// Running maxima, by head: the set that a step reads, and the one that it writes.
-var<workgroup> running_maxima: array<f32, 2u * HEADS>;
-var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
-
-var<private> last_parity: u32;
-var<private> weight_sum: array<f32, HEADS>;
-// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
-// running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#byte
 // ----------------------------------------------------------------------------------------------------
 
@@ -943,47 +922,6 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
         write_lse(item, y, head, total[head], invocation);
         workgroupBarrier();
     }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#byte
-// ----------------------------------------------------------------------------------------------------
-
-// Quad pairs of a tile.
-const TILE_QUAD_PAIRS: u32 = 4u;
-// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and their combinations are a block. VALUE_QUADS, but at least 2.
-const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
-// The fewest vectors that hold whole pairs, and their pairs.
-const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
-const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
-
-const TWO_TO_23: u32 = 1258291200u;
-const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
-// Factor of a sum of integer weights times bytes.
-const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
-
-// Groups of channels with weights of their own, and channels of a group.
-const WEIGHT_GROUPS: u32 = 4u;
-const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
-
-// [group of channels][head][tile of the step][quad], four field groups each, in the order of use. Groups lie in banks
-// of their own.
-const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-// Number of vectors that another use of this memory needs (attend/query_bytes.wgsl#of_weights).
-const LEAST_WEIGHT_VECTORS: u32 = 528u;
-const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
-var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
-// [group of channels][tile of the step][quad pair][head]
-const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
-var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
-
-// The group of the lane's channels.
-fn weight_group(team: u32, lane: u32) -> u32 {
-    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
-}
-
-fn is_first_of_block(lane: u32) -> bool {
-    return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -1212,6 +1150,43 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
 // shaders/attend/values.wgsl#byte
 // ----------------------------------------------------------------------------------------------------
 
+// Quad pairs of a tile.
+const TILE_QUAD_PAIRS: u32 = 4u;
+// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and their combinations are a block. VALUE_QUADS, but at least 2.
+const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
+// The fewest vectors that hold whole pairs, and their pairs.
+const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
+const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
+
+const TWO_TO_23: u32 = 1258291200u;
+const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
+// Factor of a sum of integer weights times bytes.
+const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
+
+// Groups of channels with weights of their own, and channels of a group.
+const WEIGHT_GROUPS: u32 = 4u;
+const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
+
+// [group of channels][head][tile of the step][quad], four field groups each, in the order of use. Groups lie in banks
+// of their own.
+const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
+// Number of vectors that another use of this memory needs (attend/query_bytes.wgsl#of_weights).
+const LEAST_WEIGHT_VECTORS: u32 = 528u;
+const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
+var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
+// [group of channels][tile of the step][quad pair][head]
+const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
+var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
+
+// The group of the lane's channels.
+fn weight_group(team: u32, lane: u32) -> u32 {
+    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
+}
+
+fn is_first_of_block(lane: u32) -> bool {
+    return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
+}
+
 fn begin_values(invocation: u32) {
     begin_block_maxima(invocation);
     // unroll
@@ -1313,9 +1288,6 @@ fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -1335,8 +1307,22 @@ const STATE_ROW: u32 = FIELDS + 1u;
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
     let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
@@ -1356,19 +1342,21 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
+var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
+var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
+
+var<private> last_parity: u32;
+var<private> weight_sum: array<f32, HEADS>;
+// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
+// running maximum.
+var<private> keep: array<f32, HEADS>;
+var<private> enter: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {

@@ -67,6 +67,23 @@ fn number(numbering: Numbering) -> u32 {
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
@@ -129,23 +146,6 @@ fn read_item(index: u32) -> WorkItem {
     item.queries = clamp(item.queries, 1u, QUERIES);
     return item;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
@@ -211,14 +211,6 @@ fn set_scores_lowest() {
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
 
-alias KeyVector = vec4<u32>;
-
-@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
-
-// Words of a vector, and vectors of a token's row.
-const KEY_VECTOR: u32 = 4u;
-const KEY_VECTORS: u32 = 4u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/key_bytes.wgsl#top
 // ----------------------------------------------------------------------------------------------------
@@ -242,17 +234,6 @@ fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-const QUERY_PLANES: u32 = 2u;
-const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
-// One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
-// HEAD_DIM · 127 · 128 < 2^22.
-const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
-const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/key_ranges.wgsl#folded
 // ----------------------------------------------------------------------------------------------------
 
@@ -272,12 +253,6 @@ fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
 fn load_key_ranges(tile_base: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/query.wgsl#own
 // ----------------------------------------------------------------------------------------------------
 
@@ -291,9 +266,6 @@ var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 //   query
 // gives: TEAM_HEADS, load_query
 // set by plans: SCORE_SCALE
-
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/input.wgsl#f16
@@ -441,6 +413,9 @@ fn totals_entered() {}
 // shaders/attend/query.wgsl#own
 // ----------------------------------------------------------------------------------------------------
 
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
 const TEAMS: u32 = INVOCATIONS / 32u;
 const TEAM_HEADS: u32 = (HEADS + TEAMS - 1u) / TEAMS;
 // Field groups of a lane, padding of the row of keys included.
@@ -499,6 +474,23 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/step_scores.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
+
+alias KeyVector = vec4<u32>;
+
+@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
+
+// Words of a vector, and vectors of a token's row.
+const KEY_VECTOR: u32 = 4u;
+const KEY_VECTORS: u32 = 4u;
+
+const QUERY_PLANES: u32 = 2u;
+const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
+// One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
+// HEAD_DIM · 127 · 128 < 2^22.
+const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
+const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
+
+var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
 
 fn key_pages() -> u32 {
     return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
@@ -636,23 +628,6 @@ fn enters() -> bool {
 // ----------------------------------------------------------------------------------------------------
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
-var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
-// Running maxima, by head: the set that a step reads, and the one that it writes.
-var<workgroup> running_maxima: array<f32, 2u * HEADS>;
-var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
-
-var<private> last_parity: u32;
-var<private> weight_sum: array<f32, HEADS>;
-// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
-// running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#dot
@@ -813,21 +788,6 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-const LARGEST_WEIGHT: f32 = 32639f;
-// Factor of a sum of integer weights times bytes.
-const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
-const GOLDEN_RATIO: f32 = 0.618034f;
-
-// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
-var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
-// tokens of a step.
-var<private> dither: array<f32, LANE_TOKENS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/value_ranges.wgsl#folded
 // ----------------------------------------------------------------------------------------------------
 
@@ -897,6 +857,17 @@ fn finish_value_ranges(invocation: u32) {}
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
+
+const LARGEST_WEIGHT: f32 = 32639f;
+// Factor of a sum of integer weights times bytes.
+const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
+const GOLDEN_RATIO: f32 = 0.618034f;
+
+// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
+// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
+// tokens of a step.
+var<private> dither: array<f32, LANE_TOKENS>;
 
 fn begin_values(invocation: u32) {
     // unroll
@@ -1014,9 +985,6 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#last
 // ----------------------------------------------------------------------------------------------------
@@ -1034,10 +1002,6 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, input_row, query_head
 // gives: states, merge_item
 // binds: 7 states, 9 arrived
-
-@group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
-// Number of workgroups that have written their state of a query head: [row][query head].
-@group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/output.wgsl#f16
@@ -1124,6 +1088,10 @@ fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field:
 // shaders/attend/merge.wgsl#last
 // ----------------------------------------------------------------------------------------------------
 
+@group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
+// Number of workgroups that have written their state of a query head: [row][query head].
+@group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
+
 var<workgroup> is_last: array<u32, HEADS>;
 
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {
@@ -1155,8 +1123,22 @@ fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
     let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
@@ -1176,19 +1158,21 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
+var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
+var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
+
+var<private> last_parity: u32;
+var<private> weight_sum: array<f32, HEADS>;
+// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
+// running maximum.
+var<private> keep: array<f32, HEADS>;
+var<private> enter: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {

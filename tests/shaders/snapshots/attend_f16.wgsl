@@ -62,6 +62,23 @@ fn number(numbering: Numbering) -> u32 {
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
@@ -124,23 +141,6 @@ fn read_item(index: u32) -> WorkItem {
     item.queries = clamp(item.queries, 1u, QUERIES);
     return item;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
@@ -205,14 +205,6 @@ fn set_scores_lowest() {
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS
 
-alias KeyVector = vec4<u32>;
-
-@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
-
-// Words of a vector, and vectors of a token's row.
-const KEY_VECTOR: u32 = 4u;
-const KEY_VECTORS: u32 = 16u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/key_field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -237,15 +229,6 @@ fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
 fn begin_key_field(tile_base: u32, lane: u32, field: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#fma
-// ----------------------------------------------------------------------------------------------------
-
-const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_WORD_FIELDS * KEY_PLANES;
-const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
-
-var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/products.wgsl#add_product
 // ----------------------------------------------------------------------------------------------------
 
@@ -266,9 +249,6 @@ fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
 // needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
 // gives: load_query
 // set by plans: SCORE_SCALE
-
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/input.wgsl#f16
@@ -302,6 +282,9 @@ fn input4(index: u32) -> vec4<f32> {
 // shaders/attend/query.wgsl#own_f32
 // ----------------------------------------------------------------------------------------------------
 
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
 // Vectors of an invocation.
 const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
 
@@ -326,6 +309,19 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/step_scores.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
+
+alias KeyVector = vec4<u32>;
+
+@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
+
+// Words of a vector, and vectors of a token's row.
+const KEY_VECTOR: u32 = 4u;
+const KEY_VECTORS: u32 = 16u;
+
+const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_WORD_FIELDS * KEY_PLANES;
+const QUERY_ROW: u32 = QUERY_VECTORS + 1u;
+
+var<workgroup> query: array<vec4<f32>, HEADS * QUERY_VECTORS>;
 
 fn key_pages() -> u32 {
     return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
@@ -441,23 +437,6 @@ fn enters() -> bool {
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
-var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
-// Running maxima, by head: the set that a step reads, and the one that it writes.
-var<workgroup> running_maxima: array<f32, 2u * HEADS>;
-var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
-
-var<private> last_parity: u32;
-var<private> weight_sum: array<f32, HEADS>;
-// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
-// running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
 
@@ -472,16 +451,6 @@ var<private> enter: array<f32, HEADS>;
 // gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
-
-alias ValueVector = vec4<u32>;
-alias Weights = vec4<f32>;
-
-@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
-
-// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
-const CHANNELS: u32 = 4u;
-const CHANNEL_BLOCKS: u32 = 1u;
-const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/value_field.wgsl#f16
@@ -533,6 +502,16 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
+
+alias ValueVector = vec4<u32>;
+alias Weights = vec4<f32>;
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 4u;
+const CHANNEL_BLOCKS: u32 = 1u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
 // [head][tile of the step][field group]
 var<workgroup> step_weights: array<Weights, HEADS * TILE_TOKENS>;
@@ -664,9 +643,6 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -686,8 +662,22 @@ const STATE_ROW: u32 = FIELDS + 1u;
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
     let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
@@ -707,19 +697,21 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
+var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
+var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
+
+var<private> last_parity: u32;
+var<private> weight_sum: array<f32, HEADS>;
+// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
+// running maximum.
+var<private> keep: array<f32, HEADS>;
+var<private> enter: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {

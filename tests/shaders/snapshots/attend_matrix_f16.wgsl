@@ -84,6 +84,23 @@ fn number(numbering: Numbering) -> u32 {
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
@@ -147,23 +164,6 @@ fn read_item(index: u32) -> WorkItem {
     return item;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
 // after the other.
@@ -221,9 +221,6 @@ fn set_scores_lowest() {
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -238,6 +235,9 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
     let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);

@@ -87,6 +87,10 @@ fn number(numbering: Numbering) -> u32 {
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
@@ -150,10 +154,6 @@ fn read_item(index: u32) -> WorkItem {
     return item;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
 // after the other.
@@ -211,9 +211,6 @@ fn set_scores_lowest() {
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -228,6 +225,9 @@ const STATE_ROW: u32 = FIELDS + 1u;
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
     let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
@@ -245,58 +245,6 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
         states[state_row(item, y, head) + FIELDS].x = lse;
     }
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/attend_run.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-alias Half4 = vec4<f16>;
-alias Left = coop_mat16x16<f16, A>;
-alias Right = coop_mat16x16<f16, B>;
-alias Sums = coop_mat16x16<f32, C>;
-
-struct Eight {
-    low: Half4,
-    high: Half4,
-}
-
-// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
-@group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
-@group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
-
-const SUBGROUPS: u32 = 8u;
-// Blocks of 16 rows in a subgroup, and its rows. Each of its first OWN_ROWS lanes computes the weights of one row; others
-// compute the same, and write nothing.
-const ROW_BLOCKS: u32 = 2u;
-const OWN_ROWS: u32 = ROW_BLOCKS * 16u;
-const ROWS: u32 = SUBGROUPS * OWN_ROWS;
-// Unused rows behind the prepared ones.
-const RUN_ROWS: u32 = 256u;
-
-const STEPS: u32 = HEAD_DIM / 16u;
-const EIGHTS: u32 = HEAD_DIM / 8u;
-// Vectors of eight tokens of a tile's values, and steps of a tile.
-const TOKEN_VECTORS: u32 = 16u;
-const TILE_STEPS: u32 = 8u;
-// Sizes in vectors of four: a prepared query; a key, a channel of values, a row of scores and a row of weights in
-// workgroup memory.
-const QUERY_ROW: u32 = HEAD_DIM / 4u;
-const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
-const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
-const VALUE_ROW: u32 = 6u;
-const SCORE_ROW: u32 = 5u;
-const WEIGHT_ROW: u32 = 6u;
-// Groups of eight keys, and as many of values, in a step, and those that an invocation moves.
-const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;
-const LOADS: u32 = (EIGHTS_OF_STEP + INVOCATIONS - 1u) / INVOCATIONS;
-// Vectors of four scores of a row.
-const ROW_SCORES: u32 = 4u;
-
-// Exponents of two: the largest allowed weight, and the largest weight after the reference moved.
-const MOST_WEIGHT: f32 = 15f;
-const START_WEIGHT: f32 = 6f;
-// The product of a token that does not exist: minus infinity, times any unit.
-const NO_PRODUCT: f32 = -3.4028234e38f;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/run_keys.wgsl#channel_4bit
@@ -436,8 +384,90 @@ fn before_weights(step: u32, tiles: u32, invocation: u32) {
 fn behind_weights(step: u32, tiles: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/run_outputs.wgsl#plain
+// ----------------------------------------------------------------------------------------------------
+
+// States of the channels as they are stored: 16 channels of all rows at a time.
+//
+// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores, state_row,
+//   states
+// gives: write_states
+
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
+            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
+        }
+        workgroupBarrier();
+        // unroll
+        for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
+            let row = team * OWN_ROWS + i * 8u + lane / 4u;
+            if (head_exists(item, y, row)) {
+                // A row that sees no token of the item has no weights, and a state that weighs nothing.
+                let weights = select(1f, factors[row], factors[row] > 0f);
+                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
+                let field = step * 4u + lane % 4u;
+                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
+            }
+        }
+        workgroupBarrier();
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/attend_run.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+alias Half4 = vec4<f16>;
+alias Left = coop_mat16x16<f16, A>;
+alias Right = coop_mat16x16<f16, B>;
+alias Sums = coop_mat16x16<f32, C>;
+
+struct Eight {
+    low: Half4,
+    high: Half4,
+}
+
+// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
+@group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
+@group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
+
+const SUBGROUPS: u32 = 8u;
+// Blocks of 16 rows in a subgroup, and its rows. Each of its first OWN_ROWS lanes computes the weights of one row; others
+// compute the same, and write nothing.
+const ROW_BLOCKS: u32 = 2u;
+const OWN_ROWS: u32 = ROW_BLOCKS * 16u;
+const ROWS: u32 = SUBGROUPS * OWN_ROWS;
+// Unused rows behind the prepared ones.
+const RUN_ROWS: u32 = 256u;
+
+const STEPS: u32 = HEAD_DIM / 16u;
+const EIGHTS: u32 = HEAD_DIM / 8u;
+// Vectors of eight tokens of a tile's values, and steps of a tile.
+const TOKEN_VECTORS: u32 = 16u;
+const TILE_STEPS: u32 = 8u;
+// Sizes in vectors of four: a prepared query; a key, a channel of values, a row of scores and a row of weights in
+// workgroup memory.
+const QUERY_ROW: u32 = HEAD_DIM / 4u;
+const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
+const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
+const VALUE_ROW: u32 = 6u;
+const SCORE_ROW: u32 = 5u;
+const WEIGHT_ROW: u32 = 6u;
+// Groups of eight keys, and as many of values, in a step, and those that an invocation moves.
+const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;
+const LOADS: u32 = (EIGHTS_OF_STEP + INVOCATIONS - 1u) / INVOCATIONS;
+// Vectors of four scores of a row.
+const ROW_SCORES: u32 = 4u;
+
+// Exponents of two: the largest allowed weight, and the largest weight after the reference moved.
+const MOST_WEIGHT: f32 = 15f;
+const START_WEIGHT: f32 = 6f;
+// The product of a token that does not exist: minus infinity, times any unit.
+const NO_PRODUCT: f32 = -3.4028234e38f;
 
 // [step][token][channel], [channel][token], [row][token], [row][token].
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
@@ -659,44 +689,6 @@ fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, 
     }
     add_values(sums, team);
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/run_outputs.wgsl#plain
-// ----------------------------------------------------------------------------------------------------
-
-// States of the channels as they are stored: 16 channels of all rows at a time.
-//
-// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores, state_row,
-//   states
-// gives: write_states
-
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
-    // unroll
-    for (var step = 0u; step < STEPS; step++) {
-        // unroll
-        for (var block = 0u; block < ROW_BLOCKS; block++) {
-            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
-            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
-        }
-        workgroupBarrier();
-        // unroll
-        for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
-            let row = team * OWN_ROWS + i * 8u + lane / 4u;
-            if (head_exists(item, y, row)) {
-                // A row that sees no token of the item has no weights, and a state that weighs nothing.
-                let weights = select(1f, factors[row], factors[row] > 0f);
-                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
-                let field = step * 4u + lane % 4u;
-                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
-            }
-        }
-        workgroupBarrier();
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/attend_run.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 @compute @workgroup_size(INVOCATIONS)
 fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {

@@ -40,6 +40,40 @@ fn flat_index(group: vec3<u32>, groups: vec3<u32>, invocation: u32) -> u32 {
 // gives: Place, call, TILE_TOKENS, row_start, rounded
 // binds: 0 call
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/tokens.wgsl#run
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
+//
+// needs: call
+// gives: token_of
+
+fn token_of(token: u32, kv_head: u32) -> u32 {
+    return call.first_token + token;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places.wgsl#listed
+// ----------------------------------------------------------------------------------------------------
+
+// Places that follow the arguments.
+//
+// needs: Place, call
+// gives: place_count, place_at
+
+fn place_count() -> u32 {
+    return call.place_count;
+}
+
+fn place_at(index: u32) -> Place {
+    return call.places[index];
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/call.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 struct Place {
     // First token, relative to the first of the span.
     token: u32,
@@ -89,40 +123,6 @@ struct Call {
 @group(0) @binding(0) var<storage, read> call: Call;
 
 const TILE_TOKENS: u32 = 128u;
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens.wgsl#run
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
-//
-// needs: call
-// gives: token_of
-
-fn token_of(token: u32, kv_head: u32) -> u32 {
-    return call.first_token + token;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#listed
-// ----------------------------------------------------------------------------------------------------
-
-// Places that follow the arguments.
-//
-// needs: Place, call
-// gives: place_count, place_at
-
-fn place_count() -> u32 {
-    return call.place_count;
-}
-
-fn place_at(index: u32) -> Place {
-    return call.places[index];
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/call.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // Index of a row's first element within the dense tensor's binding. Tokens are relative to the first of the span.
 fn row_start(token: u32, kv_head: u32) -> u32 {
@@ -211,22 +211,6 @@ fn element(index: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/key_mean.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(7) var<storage, read_write> centres: array<f32>;
-
-struct Mean {
-    // Its first token, relative to the first of the span, and the number of tokens.
-    first_token: u32,
-    tokens: u32,
-    // Slot of the centre.
-    slot: u32,
-    // 1 / tokens.
-    factor: f32,
-}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/pack/mean.wgsl#of_step
 // ----------------------------------------------------------------------------------------------------
 
@@ -277,6 +261,18 @@ fn mean_at(index: u32) -> Mean {
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/key_mean.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+@group(0) @binding(7) var<storage, read_write> centres: array<f32>;
+
+struct Mean {
+    // Its first token, relative to the first of the span, and the number of tokens.
+    first_token: u32,
+    tokens: u32,
+    // Slot of the centre.
+    slot: u32,
+    // 1 / tokens.
+    factor: f32,
+}
 
 @compute @workgroup_size(64)
 fn key_mean(

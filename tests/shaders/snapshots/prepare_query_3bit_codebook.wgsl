@@ -20,25 +20,6 @@
 // binds: 0 prepared
 // set by plans: HEAD_DIM, KV_HEADS, QUERY_HEADS, ROW_FIELDS, PARTS, SCORE_SCALE
 
-struct PreparedQuery {
-    // Row of the query in the tensor.
-    row: u32,
-    range_slot: u32,
-}
-
-@group(0) @binding(0) var<storage, read> prepared: array<PreparedQuery>;
-
-const INVOCATIONS: u32 = 64u;
-const HEAD_DIM: u32 = 128u;
-const KV_HEADS: u32 = 2u;
-const QUERY_HEADS: u32 = 8u;
-// Field groups of a row of keys, padding included.
-const ROW_FIELDS: u32 = 32u;
-// Rows of a query head.
-const PARTS: u32 = 1u;
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -232,12 +213,6 @@ fn query_bias(q: vec4<f32>, base: u32) -> f32 {
 fn reset_extremes(row: u32, field: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/prepare_query.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/query_row.wgsl#int
 // ----------------------------------------------------------------------------------------------------
 
@@ -247,10 +222,6 @@ var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 // gives: write_row
 // binds: 3 rows
 // set by plans: QUERY_PLANES
-
-@group(0) @binding(3) var<storage, read_write> rows: array<u32>;
-
-const QUERY_PLANES: u32 = 2u;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/prepared_query.wgsl#query_fields
@@ -298,6 +269,10 @@ fn high_bytes(x: vec4<i32>) -> u32 {
 // shaders/attend/query_row.wgsl#int
 // ----------------------------------------------------------------------------------------------------
 
+@group(0) @binding(3) var<storage, read_write> rows: array<u32>;
+
+const QUERY_PLANES: u32 = 2u;
+
 const ROW: u32 = QUERY_PLANES * ROW_FIELDS + 4u;
 
 fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
@@ -322,6 +297,27 @@ fn write_row(row: u32, field: u32, scaled: vec4<f32>, totals: vec4<f32>) {
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/prepare_query.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+struct PreparedQuery {
+    // Row of the query in the tensor.
+    row: u32,
+    range_slot: u32,
+}
+
+@group(0) @binding(0) var<storage, read> prepared: array<PreparedQuery>;
+
+const INVOCATIONS: u32 = 64u;
+const HEAD_DIM: u32 = 128u;
+const KV_HEADS: u32 = 2u;
+const QUERY_HEADS: u32 = 8u;
+// Field groups of a row of keys, padding included.
+const ROW_FIELDS: u32 = 32u;
+// Rows of a query head.
+const PARTS: u32 = 1u;
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
+var<workgroup> parts: array<vec4<f32>, INVOCATIONS>;
 
 @compute @workgroup_size(64)
 fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) field: u32) {

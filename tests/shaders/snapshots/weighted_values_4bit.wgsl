@@ -52,6 +52,23 @@ fn number(numbering: Numbering) -> u32 {
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
 
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/work_item.wgsl
+// ----------------------------------------------------------------------------------------------------
+
 struct WorkItem {
     page_offset: u32,
     tokens: u32,
@@ -114,23 +131,6 @@ fn read_item(index: u32) -> WorkItem {
     item.queries = clamp(item.queries, 1u, QUERIES);
     return item;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // An item starts with reads that do not depend on each other: of pages, queries and ranges. They are written without a
 // branch, and nothing is stored before all are under way, so that it waits for the slowest and not for one
@@ -314,23 +314,6 @@ fn enters() -> bool {
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
-var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
-// Running maxima, by head: the set that a step reads, and the one that it writes.
-var<workgroup> running_maxima: array<f32, 2u * HEADS>;
-var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
-
-var<private> last_parity: u32;
-var<private> weight_sum: array<f32, HEADS>;
-// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
-// running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
@@ -489,21 +472,6 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-const LARGEST_WEIGHT: f32 = 32639f;
-// Factor of a sum of integer weights times bytes.
-const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
-const GOLDEN_RATIO: f32 = 0.618034f;
-
-// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
-var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
-// tokens of a step.
-var<private> dither: array<f32, LANE_TOKENS>;
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/value_ranges.wgsl#folded
 // ----------------------------------------------------------------------------------------------------
 
@@ -573,6 +541,17 @@ fn finish_value_ranges(invocation: u32) {}
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
+
+const LARGEST_WEIGHT: f32 = 32639f;
+// Factor of a sum of integer weights times bytes.
+const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
+const GOLDEN_RATIO: f32 = 0.618034f;
+
+// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
+// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
+// tokens of a step.
+var<private> dither: array<f32, LANE_TOKENS>;
 
 fn begin_values(invocation: u32) {
     // unroll
@@ -690,9 +669,6 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 // needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
 // gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -712,8 +688,22 @@ const STATE_ROW: u32 = FIELDS + 1u;
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/states.wgsl#states
 // ----------------------------------------------------------------------------------------------------
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
 
 fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
     let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
@@ -733,19 +723,21 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
+var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
+// Running maxima, by head: the set that a step reads, and the one that it writes.
+var<workgroup> running_maxima: array<f32, 2u * HEADS>;
+var<workgroup> sum_parts: array<f32, HEADS * INVOCATIONS>;
+
+var<private> last_parity: u32;
+var<private> weight_sum: array<f32, HEADS>;
+// What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
+// running maximum.
+var<private> keep: array<f32, HEADS>;
+var<private> enter: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {
