@@ -3,7 +3,7 @@
 // Every choice has
 //   fn mean_count() -> u32
 //   fn mean_at(index: u32) -> Mean
-//     one of so many
+//     the mean of an index below that count
 
 // -------- of_call --------
 

@@ -3,7 +3,7 @@
 // Every choice has
 //   fn place_count() -> u32
 //   fn place_at(index: u32) -> Place
-//     one of so many
+//     the place of an index below that count
 //
 // gives: has_place
 

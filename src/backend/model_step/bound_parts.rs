@@ -46,7 +46,7 @@ impl<C> BoundPart<C> {
 pub(crate) struct BoundParts<C>(Vec<BoundClasses<BoundPart<C>>>);
 
 impl<C> BoundParts<C> {
-    /// Nothing yet, for parts of so many layers together, of each of which `most` classes of steps are kept.
+    /// Nothing yet. The parts have `layers` layers together. Of each layer `most` classes of steps are kept.
     pub(crate) fn new(layers: usize, most: usize) -> Self {
         Self((0..layers).map(|_| BoundClasses::new(most)).collect())
     }

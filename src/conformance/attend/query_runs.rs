@@ -107,8 +107,8 @@ fn wide_runs() -> Vec<AttendCase> {
     cases
 }
 
-/// Drafts of 2 to 8 queries over packed tokens: with an f16 store and without, in batches of several lengths, under a
-/// window, and over so many tokens that blocks share them.
+/// Drafts of 2 to 8 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has
+/// a window, and two have a sequence of 9000 tokens, which several blocks share.
 fn drafts() -> Vec<AttendCase> {
     let mut cases = Vec::new();
     for (name, group, head_dim, format) in [

@@ -36,7 +36,7 @@ fn write(name: &str, format: WrittenFormat, group: GroupSize, linear: &Quantized
 }
 
 #[test]
-#[ignore = "for reference packages, see scripts/reference-checkpoints.py"]
+#[ignore = "needs checkpoints of Python packages; scripts/reference-checkpoints.py says how"]
 fn checkpoints_are_written_for_reference_packages() {
     let (shape, group) = (LinearShape::new(256, 512).unwrap(), GroupSize::new(128).unwrap());
     for bits in Bits::ALL {
@@ -50,7 +50,7 @@ fn checkpoints_are_written_for_reference_packages() {
 }
 
 #[test]
-#[ignore = "of reference packages, see scripts/reference-checkpoints.py"]
+#[ignore = "needs checkpoints of Python packages; scripts/reference-checkpoints.py says how"]
 fn checkpoints_of_reference_packages_are_read() {
     let folders = fs::read_dir(folder().join("theirs")).unwrap().map(|entry| entry.unwrap().path());
     let mut read = 0;
