@@ -5,7 +5,8 @@
 // A block owns one item (consecutive tokens of a span, and one or a few queries) for one KV head and a chunk of query
 // heads. Its warps take the item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop:
 // each has its own ring of STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own
-// softmax. Packed keys are multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with
+// softmax. Drafts have more heads than a warp takes, each query with all of its own: ROW_WARPS warps then share a ring,
+// so that tokens are read once for all of them. Packed keys are multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with
 // a query of two halves. Packed values are multiplied as bytes with weights of 16 bits in two bytes, f16 values as
 // halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a conversion: see common/scores.cuh
 // and common/values.cuh, and common/weights.cuh for the part between them. After the loop the sums of the warps are
@@ -52,12 +53,16 @@
 // followed by the sums of minimums of groups of channels.
 constexpr int JOIN_ROW = HEAD_DIM + 8 + (VALUE_CHANNEL_GROUPS ? (VALUE_ROW_GROUPS + 31) / 32 * 32 : 0);
 
+// Warps, or teams of them, that take different tokens.
+constexpr int TEAMS = WARPS / ROW_WARPS;
+static_assert(TEAMS * ROW_WARPS == WARPS, "teams are whole");
+
 // The data that the warps of a block exchange after the loop.
 struct JoinShared {
-    float reference[WARPS][CHUNK_HEADS];
+    float reference[TEAMS][BLOCK_HEADS];
     // Relative to the largest reference of the block.
-    float weight[WARPS][CHUNK_HEADS];
-    float minimum[WARPS][CHUNK_HEADS];
+    float weight[TEAMS][BLOCK_HEADS];
+    float minimum[TEAMS][BLOCK_HEADS];
     // (scale, minimum) of the channels, if values have a range per channel.
     float2 ranges[HEAD_DIM];
 };
@@ -66,14 +71,14 @@ struct JoinShared {
 __device__ __forceinline__ float block_reference(const JoinShared& shared, int head) {
     float top = shared.reference[0][head];
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, shared.reference[w][head]);
+    for (int t = 1; t < TEAMS; t++) top = fmaxf(top, shared.reference[t][head]);
     return top;
 }
 
-__device__ __forceinline__ float block_sum(const float (&of_warps)[WARPS][CHUNK_HEADS], int head) {
+__device__ __forceinline__ float block_sum(const float (&of_teams)[TEAMS][BLOCK_HEADS], int head) {
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += of_warps[w][head];
+    for (int t = 0; t < TEAMS; t++) sum += of_teams[t][head];
     return sum;
 }
 
@@ -88,7 +93,7 @@ __device__ __forceinline__ float block_output(const JoinShared& shared, const fl
     const auto sum_of = [&](int place) {
         float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += joined[(w * CHUNK_HEADS + head) * JOIN_ROW + place];
+        for (int t = 0; t < TEAMS; t++) sum += joined[(t * BLOCK_HEADS + head) * JOIN_ROW + place];
         return sum;
     };
     float minimum = 0.0f;
@@ -111,13 +116,17 @@ __device__ __forceinline__ u64 arrived_page(const AttendCall& call, u64 page) {
 
 // Outputs of rotated values are rotated back while whole rows lie in shared memory.
 constexpr bool ROTATED = ROTATION_ORDER<true> != 0;
+__device__ __forceinline__ float* rotated_output(float* joined, int e) {
+    return joined + e / HEAD_DIM * JOIN_ROW + e % HEAD_DIM;
+}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(const AttendCall call) {
     extern __shared__ __align__(LINE_BYTES) u8 ring_memory[];
     __shared__ QueryShared query_shared;
     __shared__ JoinShared join;
     __shared__ ClusterShared cluster_shared;
-    __shared__ u64 barriers[WARPS][STAGES];
+    __shared__ u64 barriers[TEAMS][STAGES];
+    __shared__ u32 readers[TEAMS][STAGES];
 
     if (call.beside != 0u || call.early != 0u) admit_later_kernels();
     if (call.beside != 0u && blockIdx.x == call.beside) {
@@ -126,37 +135,42 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
+    const int team = warp / ROW_WARPS;
+    const bool leads = warp % ROW_WARPS == 0;
     const int g = lane >> 2;
     const int c = lane & 3;
+    // The first of the lane's heads in the block.
+    const int lane_head = warp % ROW_WARPS * WARP_HEADS + LANE_HEADS * c;
     const u32 rank = blockIdx.x % call.cluster;
     const u32 chunk = blockIdx.x / call.cluster % call.chunks;
     const u32 kv_head = blockIdx.x / call.cluster / call.chunks % call.kv_heads;
     const Item item = call.items[blockIdx.x / call.cluster / call.chunks / call.kv_heads * call.cluster + rank];
     // A captured launch has room for more items than a step may have.
     if (item.tokens == 0u) return;
-    const u32 first_head = kv_head * call.group + chunk * CHUNK_HEADS;
-    const int heads = QUERIES == 1 ? min(CHUNK_HEADS, (int)(call.group - chunk * CHUNK_HEADS))
+    const u32 first_head = kv_head * call.group + chunk * BLOCK_HEADS;
+    const int heads = QUERIES == 1 ? min(BLOCK_HEADS, (int)(call.group - chunk * BLOCK_HEADS))
                                    : (int)(item.queries * call.group);
     const int steps = ((int)item.tokens + STEP_TOKENS - 1) / STEP_TOKENS;
 
-    // A warp takes whole tiles in turn if the item has plenty, so that its reads are contiguous. Otherwise it takes
+    // A team takes whole tiles in turn if the item has plenty, so that its reads are contiguous. Otherwise it takes
     // steps.
     const int tiles = (steps + STEPS_PER_TILE - 1) / STEPS_PER_TILE;
-    const bool whole_tiles = tiles % WARPS == 0 || tiles >= 8 * WARPS;
+    const bool whole_tiles = tiles % TEAMS == 0 || tiles >= 8 * TEAMS;
     const auto step_of = [&](int turn) {
-        return whole_tiles ? (turn / STEPS_PER_TILE * WARPS + warp) * STEPS_PER_TILE + turn % STEPS_PER_TILE
-                           : turn * WARPS + warp;
+        return whole_tiles ? (turn / STEPS_PER_TILE * TEAMS + team) * STEPS_PER_TILE + turn % STEPS_PER_TILE
+                           : turn * TEAMS + team;
     };
     const u64* pages = call.pages + item.first_page;
     const u64 head_at = (u64)kv_head * HEAD_BYTES;
-    const Ring ring = {shared_address(ring_memory) + warp * (STAGES * STAGE_BYTES), shared_address(barriers[warp]), lane};
+    const Ring ring = {shared_address(ring_memory) + team * (STAGES * STAGE_BYTES), shared_address(barriers[team]),
+                       readers[team], lane};
     u64 first_pages[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
         const int step = step_of(i);
         first_pages[i] = step < steps ? pages[step / STEPS_PER_TILE] : 0;
     }
-    ring.start();
+    if (leads) ring.start();
     if (call.cluster > 1) cluster_start();
     // All reads above are of tables that were written before the step was launched. The data below may come from the
     // previous kernel.
@@ -180,10 +194,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     const auto issue_first = [&](int i) {
         const int step = step_of(i);
-        if (step < steps) ring.issue(i, arrived_page(call, first_pages[i]) + head_at, step);
+        if (leads && step < steps) ring.issue(i, arrived_page(call, first_pages[i]) + head_at, step);
         ring.commit();
     };
-    // The first stage of every warp is loaded before any other stage: work begins once it arrives.
+    // The first stage of every team is loaded before any other stage: work begins once it arrives.
     issue_first(0);
     prepare_query(query_shared, query_loads, call.score_scale, warp, lane);
 #pragma unroll
@@ -197,18 +211,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 
     LaneQuery queries[KEY_QUERIES];
 #pragma unroll
-    for (int i = 0; i < KEY_QUERIES; i++) queries[i].load(query_shared.queries[i], lane);
+    for (int i = 0; i < KEY_QUERIES; i++) queries[i].load(query_shared.queries[warp % ROW_WARPS][i], lane);
     const SumConstants constants = load_constants(query_shared);
     WarpSums sums;
     sums.clear();
     float smallest[LANE_HEADS];
     float largest[LANE_HEADS];
     ScoreMap maps[LANE_HEADS];
+    SeenTokens seen[LANE_HEADS];
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
         smallest[h] = __int_as_float(0x7f800000);
         largest[h] = -smallest[h];
-        if (MAPS_SCORES) maps[h] = score_map(call, item, first_head + min(LANE_HEADS * c + h, heads - 1));
+        if (MAPS_SCORES) maps[h] = score_map(call, item.extremes, first_head + min(lane_head + h, heads - 1));
+        if (MOVING) seen[h] = seen_tokens(item, block_head(call, first_head, lane_head + h).query);
     }
 
     int stage = 0;
@@ -241,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             } else {
                 const u32 ranges = key_ranges + 4 * pass * PASS_TOKENS;
                 pass_scores_of_channel_groups(scores, keys, ranges, lane, queries[0],
-                                              shared_address(query_shared.group_sums));
+                                              shared_address(query_shared.group_sums[warp % ROW_WARPS]));
             }
             if constexpr (FINDS_EXTREMES) {
 #pragma unroll
@@ -260,7 +276,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 #pragma unroll
                 for (int i = 0; i < PASS_SCORES; i++) scores[i] = capped(call, scores[i]);
             }
-            if constexpr (MASKED != 0) {
+            if constexpr (MOVING) {
+                const int first = step * STEP_TOKENS + pass * PASS_TOKENS;
+                if (MASKED != 0 || first + PASS_TOKENS > item.seen) hide_unseen(scores, seen, first + g);
+            } else if constexpr (MASKED != 0) {
                 const int first = step * STEP_TOKENS + pass * PASS_TOKENS + g;
 #pragma unroll
                 for (int i = 0; i < PASS_SCORES; i++) {
@@ -287,8 +306,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                              constants);
             }
         }
-        ring.release();
-        if (ahead < steps) ring.issue(stage, arrived_page(call, ahead_page) + head_at, ahead);
+        if (ring.release(stage) && ahead < steps) ring.issue(stage, arrived_page(call, ahead_page) + head_at, ahead);
         ring.commit();
         ahead = step_of(turn + 1 + STAGES);
         ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
@@ -306,31 +324,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             const float low = -max_of_tokens(-smallest[h]);
             const float high = max_of_tokens(largest[h]);
             // A warp without tokens contributes nothing.
-            if (g == 0 && LANE_HEADS * c + h < heads && low <= high) {
-                enter_extremes(call, item, first_head + LANE_HEADS * c + h, low, high);
+            if (g == 0 && lane_head + h < heads && low <= high) {
+                enter_extremes(call, item.extremes, first_head + lane_head + h, low, high);
             }
         }
         return;
     }
     if (g == 0) {
 #pragma unroll
-        for (int h = 0; h < LANE_HEADS; h++) join.reference[warp][LANE_HEADS * c + h] = sums.reference[h];
+        for (int h = 0; h < LANE_HEADS; h++) join.reference[team][lane_head + h] = sums.reference[h];
     }
     // The rings are free once all warps arrive here.
     __syncthreads();
     float* joined = (float*)ring_memory;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
-        const int head = LANE_HEADS * c + h;
+        const int head = lane_head + h;
         // Without this warp's tokens the factor is 0, and so are the sums.
         const float factor = exp2_approx(sums.reference[h] - block_reference(join, head));
         const float weight = sum_of_tokens(sums.weight[h]) * factor;
         const float minimum = VALUE_TOKEN_RANGES ? sum_of_tokens(sums.minimum[h]) * factor : 0.0f;
         if (g == 0) {
-            join.weight[warp][head] = weight;
-            join.minimum[warp][head] = minimum;
+            join.weight[team][head] = weight;
+            join.minimum[team][head] = minimum;
         }
-        float* row = joined + (warp * CHUNK_HEADS + head) * JOIN_ROW + g;
+        float* row = joined + (team * BLOCK_HEADS + head) * JOIN_ROW + g;
 #pragma unroll
         for (int n = 0; n < VALUE_BLOCKS; n++) {
             row[16 * n] = sums.values[n][WIDE ? h : 0] * factor;
@@ -350,16 +368,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     __syncthreads();
 
     const int outputs = heads * HEAD_DIM;
-    float* rows = nullptr;
     if constexpr (ROTATED) {
-        __shared__ float rotated[CHUNK_HEADS * HEAD_DIM];
-        rows = rotated;
-        for (int e = threadIdx.x; e < outputs; e += threads) rows[e] = block_output(join, joined, e);
+        // Where the first team's sums were, each of which one thread has read.
+        for (int e = threadIdx.x; e < outputs; e += threads) *rotated_output(joined, e) = block_output(join, joined, e);
         __syncthreads();
-        for (int head = warp; head < heads; head += WARPS) rotate_output(rows + head * HEAD_DIM, lane);
+        for (int head = warp; head < heads; head += WARPS) rotate_output(joined + head * JOIN_ROW, lane);
         __syncthreads();
     }
-    const auto output = [&](int e) { return ROTATED ? rows[e] : block_output(join, joined, e); };
+    const auto output = [&](int e) { return ROTATED ? *rotated_output(joined, e) : block_output(join, joined, e); };
     if (call.cluster == 1) {
         for (int e = threadIdx.x; e < outputs; e += threads) {
             const bool wanted = SINKS || ((item.states > 1 || call.lse != nullptr) && e % HEAD_DIM == 0);
@@ -386,10 +402,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     if (item.states == 1) return;
     const int query_heads = QUERIES == 1 ? heads : (int)call.group;
-    for (u32 query = 0; query < (QUERIES == 1 ? 1 : item.queries); query++) {
+    const auto is_last = [&](u32 query) {
         u32* arrivals = call.arrivals + ((u64)(item.row + query) * call.kv_heads + kv_head) * call.chunks + chunk;
-        if (last_to_arrive(arrivals, item.states * call.cluster)) {
-            merge_states(call, item, query, first_head, query_heads);
-        }
+        return last_to_arrive(arrivals, item.states * call.cluster);
+    };
+    // Queries that move share all their items, and so does their counter.
+    bool last = is_last(0);
+    for (u32 query = 0; query < (QUERIES == 1 ? 1 : item.queries); query++) {
+        if (!MOVING && query > 0) last = is_last(query);
+        if (last) merge_states(call, item, query, first_head, query_heads);
     }
 }

@@ -14,6 +14,8 @@
 //
 // Scales of a span, and units of levels, are part of the query for keys and of the output for values.
 //
+// Calibrated scores take two launches (common/calibration.cuh). The first multiplies with the keys alone.
+//
 // Works are numbered head by head, so that the pages of few heads are in the L2 cache, and the longest come first. A
 // block takes the next number from a counter in memory. The last block sets it to zero again. Which block takes a work
 // does not change its result.
@@ -68,6 +70,12 @@ __device__ __forceinline__ void multiply_values(RowValues& sums, const PassWeigh
     for (int m = 0; m < PASS_STEPS; m++) warpgroup_multiply(sums, weights[m], tokens.after(m * (HEAD_DIM * 2)));
     warpgroup_commit();
 }
+
+// The product of a hidden token.
+__device__ __forceinline__ float no_product() { return -__int_as_float(0x7f800000); }
+
+// Scores that calibration makes equal keep this factor, so that hidden tokens stay hidden.
+constexpr float LEAST_DELTA = 1e-30f;
 
 // A lane's rows g and g + 8, and what it knows of their softmax. Without a cap scores lack the base of their row, which
 // is in their log-sum-exp at the end.
@@ -133,10 +141,38 @@ struct RunSoftmax {
             }
             const int token = 8 * (j / 2) + j % 2;
             if (SOME_HIDDEN) {
-                product = (MASKED == 0 || from <= token) && token < end ? product : -__int_as_float(0x7f800000);
+                product = (MASKED == 0 || from <= token) && token < end ? product : no_product();
             }
         }
     }
+
+    // Maps the scores of row `h` by the extremes over its span, unless it sees nothing of that.
+    __device__ __forceinline__ void calibrate(const AttendCall& call, u32 place, u32 head, int h) {
+        if (limit[h] <= start[h]) return;
+        const ScoreMap map = score_map(call, place, head);
+        of[h].base = map(of[h].base);
+        of[h].delta = fmaxf(of[h].delta * map.slope, LEAST_DELTA);
+    }
+};
+
+// The smallest and the largest product of a lane's rows.
+struct RunExtremes {
+    float smallest[2] = {-no_product(), -no_product()};
+    float largest[2] = {no_product(), no_product()};
+
+    // `limits` count the tokens from the lane's first one on.
+    __device__ __forceinline__ void take(const PassProducts& products, const int (&limits)[2]) {
+#pragma unroll
+        for (int i = 0; i < 8 * PASS_STEPS; i++) {
+            const int h = i % 4 / 2;
+            if (8 * (i / 4) + i % 2 >= limits[h]) continue;
+            smallest[h] = fminf(smallest[h], products[i / 4][i % 4]);
+            largest[h] = fmaxf(largest[h], products[i / 4][i % 4]);
+        }
+    }
+
+    // Those of the four lanes that have row `h`.
+    __device__ __forceinline__ float2 of_row(int h) const { return {-max_of_quad(-smallest[h]), max_of_quad(largest[h])}; }
 };
 
 // The four warps that have the same 64 rows.
@@ -190,6 +226,7 @@ struct WarpGroup {
             rows.of[h] = constants[warp * WARP_ROWS + 8 * h + lane / 4];
             rows.limit[h] = work.limit(placed(h).query());
             rows.start[h] = work.start(placed(h).query());
+            if (MAPS_SCORES) rows.calibrate(call, extremes_place(work, h), query_head(call, work, h), h);
         }
         const int least = work.limit(first_query);
         const int last_start = work.start(last_query);
@@ -248,9 +285,54 @@ struct WarpGroup {
         if (leads) barrier_arrive(pipeline.values_empty + 8 * stage);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (KEY_SPAN_RANGES && !CAPPED) rows.reference[h] += constants[warp * WARP_ROWS + 8 * h + lane / 4].base;
+            if (MAPS_SCORES) {
+                rows.reference[h] += rows.of[h].base;
+            } else if (KEY_SPAN_RANGES && !CAPPED) {
+                rows.reference[h] += constants[warp * WARP_ROWS + 8 * h + lane / 4].base;
+            }
         }
         write(call, work, rows, sums, signs);
+    }
+
+    // The extremes of the scores of a work.
+    __device__ __forceinline__ void find_extremes(const AttendCall& call, const Pipeline& pipeline, const Work& work,
+                                                  const RowConstants* constants, u32& count) const {
+        RunExtremes extremes;
+        const int limits[2] = {work.limit(placed(0).query()), work.limit(placed(1).query())};
+#pragma unroll 1
+        for (int pass = work.end_pass - 1; pass >= work.first_pass; pass--, count++) {
+            const u32 stage = __shfl_sync(ALL_LANES, count % STAGES, 0);
+            PassProducts products;
+            barrier_wait(pipeline.keys_full + 8 * stage, count / STAGES & 1);
+            await_turn();
+            multiply_keys(products, queries, room + stage * PASS_BYTES);
+            end_turn();
+            warpgroup_wait<0>(products);
+            if (leads) barrier_arrive(pipeline.keys_empty + 8 * stage);
+            const int before = pass * RUN_TOKENS + 2 * (lane & 3);
+            extremes.take(products, {limits[0] - before, limits[1] - before});
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float2 of_row = extremes.of_row(h);
+            const RowConstants to_score = constants[warp * WARP_ROWS + 8 * h + lane / 4];
+            if (exists(call, work, h) && (lane & 3) == 0 && of_row.x <= of_row.y) {
+                enter_extremes(call, extremes_place(work, h), query_head(call, work, h),
+                               __fmaf_rn(of_row.x, to_score.delta, to_score.base),
+                               __fmaf_rn(of_row.y, to_score.delta, to_score.base));
+            }
+        }
+    }
+
+    // Of the lane's row `h`: whether the item has it, its query head, and the place of the extremes of its query.
+    __device__ __forceinline__ bool exists(const AttendCall& call, const Work& work, int h) const {
+        return placed(h).query() < (u32)ROWS / call.group && work.first + placed(h).query() < work.item.queries;
+    }
+    __device__ __forceinline__ u32 query_head(const AttendCall& call, const Work& work, int h) const {
+        return work.kv_head * call.group + placed(h).head();
+    }
+    __device__ __forceinline__ u32 extremes_place(const Work& work, int h) const {
+        return work.item.extremes + min(work.first + placed(h).query(), work.item.queries - 1u);
     }
 
     // Writes the rows of the warp: states, or the outputs themselves.
@@ -265,8 +347,8 @@ struct WarpGroup {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u32 query = work.first + placed(h).query();
-            const u32 head = work.kv_head * call.group + placed(h).head();
-            const bool exists = placed(h).query() < (u32)ROWS / call.group && query < item.queries;
+            const u32 head = query_head(call, work, h);
+            const bool exists = this->exists(call, work, h);
             const float weight = sum_of_quad(rows.weight[h]);
             ItemState state = {weight == 0.0f ? 0.0f : 1.0f / weight,
                                weight == 0.0f ? NO_SCORE : rows.reference[h] + log2_approx(weight)};
@@ -354,7 +436,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
         }
         shared_visible();
         group.sync();
-        group.attend(call, pipeline, work, constants, signs, passes);
+        if constexpr (FINDS_EXTREMES) {
+            group.find_extremes(call, pipeline, work, constants, passes);
+        } else {
+            group.attend(call, pipeline, work, constants, signs, passes);
+        }
     }
     // The last turn that was announced.
     if (group.number == 0) group.await_turn();

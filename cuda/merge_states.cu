@@ -72,8 +72,8 @@ constexpr u32 CLUSTER_RUN = 32;
 // The data that the blocks of a cluster send to one of them: a part of their outputs, and their log-sum-exps
 // [rank][head].
 struct ClusterShared {
-    float outputs[CHUNK_HEADS * HEAD_DIM + MOST_CLUSTER * CLUSTER_RUN];
-    float lse[MOST_CLUSTER][CHUNK_HEADS];
+    float outputs[BLOCK_HEADS * HEAD_DIM + MOST_CLUSTER * CLUSTER_RUN];
+    float lse[MOST_CLUSTER][BLOCK_HEADS];
 };
 
 // The block that merges output e, and the place of that output among those it merges.

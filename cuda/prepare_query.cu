@@ -1,4 +1,4 @@
-// prepare_query: the queries of a chunk of heads as B fragments, a stage of `attend`.
+// prepare_query: the queries of a block's heads as B fragments, a stage of `attend`.
 //
 //   packed keys, a range per channel:  q' = q · scale_c · log2(e)/√d,  score = δ Σ q16 · code + Σ q · min_c · log2(e)/√d
 //   packed keys, a range per token:    q' = q · log2(e)/√d,            score = scale_t · δ Σ q16 · code + min_t · Σ q'
@@ -43,7 +43,7 @@ constexpr int QUERY_REGISTERS = QUERY_PARTS * QUERY_BLOCKS;
 // At 1 bit the first three planes of a nibble are read as code − 1 (see `key_block`). The pattern of affected blocks of
 // channels repeats after this many blocks of tokens.
 constexpr int KEY_VARIANTS = KEY_BITS != 1 || KEY_BLOCKS % 4 == 0 ? 1 : KEY_BLOCKS % 2 == 0 ? 2 : 4;
-constexpr int HEADS_PER_WARP = (CHUNK_HEADS + WARPS - 1) / WARPS;
+constexpr int HEADS_PER_WARP = (BLOCK_HEADS + WARPS - 1) / WARPS;
 
 // Start value of integer sums of bytes. As a float it is 1.5 · 2^23, and adding an integer to the bits adds it to the
 // float.
@@ -100,20 +100,20 @@ struct SumConstants {
     u32 level_tables[LEVEL_TABLES];
 };
 
-// The queries of the heads, of codes or of signs.
+// The queries of a warp's heads, of codes or of signs.
 struct QueryRows {
     alignas(16) u8 rows[QUERY_ROWS][QUERY_ROW_BYTES];
-    HeadConstants heads[CHUNK_HEADS];
+    HeadConstants heads[WARP_HEADS];
 };
 
 struct QueryShared {
-    QueryRows queries[KEY_QUERIES];
+    QueryRows queries[ROW_WARPS][KEY_QUERIES];
     // Σ q' of each group of channels, if keys have ranges of groups.
-    float group_sums[KEY_ROW_GROUPS][CHUNK_HEADS];
+    float group_sums[ROW_WARPS][KEY_ROW_GROUPS][WARP_HEADS];
     alignas(16) SumConstants constants;
 };
 
-// Channels lane, lane + 32, … of the heads of this warp.
+// Channels lane, lane + 32, … of the heads that this warp prepares.
 struct QueryLoads {
     float query[HEADS_PER_WARP][LANE_CHANNELS];
     float2 range[LANE_CHANNELS];
@@ -185,7 +185,7 @@ __device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const 
     largest = warp_max(largest);
     if (KEY_TOKEN_RANGES) query_sum = warp_sum(query_sum);
     const int high_row = WIDE ? head : 2 * head;
-    const int low_row = WIDE ? CHUNK_HEADS + head : 2 * head + 1;
+    const int low_row = WIDE ? WARP_HEADS + head : 2 * head + 1;
     HeadConstants constants;
     constants.query_sum = query_sum;
     if (QUERY_HALVES) {
@@ -253,8 +253,9 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
     if (warp == 0 && lane < LEVEL_TABLES) shared.constants.level_tables[lane] = level_table(lane);
 #pragma unroll
     for (int k = 0; k < HEADS_PER_WARP; k++) {
-        const int head = warp + k * WARPS;
-        if (head >= CHUNK_HEADS) continue;
+        if (warp + k * WARPS >= BLOCK_HEADS) continue;
+        const int of_warp = (warp + k * WARPS) / WARP_HEADS;
+        const int head = (warp + k * WARPS) % WARP_HEADS;
         float scaled[LANE_CHANNELS];
         float offset = 0.0f;
         rotate<false>(loads.query[k], lane);
@@ -278,13 +279,13 @@ __device__ __forceinline__ void prepare_query(QueryShared& shared, QueryLoads& l
                     if ((lane + 32 * i) / channels == group) sum += scaled[i];
                 }
                 sum = warp_sum(sum);
-                if (lane == 0) shared.group_sums[group][head] = sum;
+                if (lane == 0) shared.group_sums[of_warp][group][head] = sum;
             }
         }
-        prepare_head<SIGNS_ALONE>(shared.queries[0], head, scaled, offset, lane);
+        prepare_head<SIGNS_ALONE>(shared.queries[of_warp][0], head, scaled, offset, lane);
         if constexpr (KEY_QUERIES == 2) {
             rotate_for_sketch<false>(scaled, lane);
-            prepare_head<true>(shared.queries[1], head, scaled, 0.0f, lane);
+            prepare_head<true>(shared.queries[of_warp][1], head, scaled, 0.0f, lane);
         }
     }
 }

@@ -2,8 +2,10 @@
 // items, `attend::segment`.
 //
 // Query heads share the 8 columns of an MMA: up to 4, with two columns each (WIDE 0), or up to 8 with a second MMA
-// (WIDE 1). STEP_TOKENS tokens are copied at once, and a warp holds the scores of PASS_TOKENS of them at once.
-// BLOCKS_PER_SM blocks share a multiprocessor. An item has up to QUERIES queries.
+// (WIDE 1). ROW_WARPS warps, a team, attend to the same tokens, each for its own of a block's heads. STEP_TOKENS tokens
+// are copied at once, and a warp holds the scores of PASS_TOKENS of them at once. BLOCKS_PER_SM blocks share a
+// multiprocessor. An item has up to QUERIES queries. If they are MOVING, each may see one more token than the one before
+// it, and a window begins one token later. Otherwise they see the same tokens.
 
 #pragma once
 
@@ -24,17 +26,17 @@ struct Item {
     // State rows of its first query: the first row, and their number. Every query of the item has the same number.
     u32 first_state;
     u32 states;
-    // The place of the extremes of its scores, if they are calibrated. The item then has one query.
+    // The place of the extremes of the scores of its first query, if they are calibrated. Those of the next follow.
     u32 extremes;
     u32 queries;
     // Distance in state rows between consecutive queries.
     u32 stride;
     // Number of tokens that its first query sees, minus those before the item. Each query sees one more than the
-    // previous one, up to all of the item. Used if an item has many queries (attend_run.cu), and by masked items
+    // previous one, up to all of the item. Used if queries move (MOVING, attend_run.cu), and by masked items
     // (common/logits.cuh). Otherwise queries see all.
     int seen;
     // The first token of the item that its first query sees, negative before the item; each query begins one later.
-    // Read where an item is of many queries with a window.
+    // Read where queries move and have a window.
     int from;
     // Of an item with a tree, which of the tokens from `seen` on its query sees, the lowest bit of the first word first.
     u32 tree[TILE_TOKENS / 32];
@@ -119,9 +121,10 @@ __device__ __forceinline__ BlockHead block_head(const AttendCall& call, u32 firs
     return {head / call.group, first_head + head % call.group};
 }
 
-// Query heads of a chunk, and those whose scores one lane holds.
-constexpr int CHUNK_HEADS = WIDE ? 8 : 4;
+// Heads of a warp, those whose scores one lane holds, and those of a block.
+constexpr int WARP_HEADS = WIDE ? 8 : 4;
 constexpr int LANE_HEADS = WIDE ? 2 : 1;
+constexpr int BLOCK_HEADS = ROW_WARPS * WARP_HEADS;
 
 constexpr int STEP_PASSES = STEP_TOKENS / PASS_TOKENS;
 constexpr int PASS_BLOCKS = PASS_TOKENS / BLOCK_TOKENS;

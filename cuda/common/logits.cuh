@@ -1,10 +1,11 @@
 // From scores to logits: a soft cap, hidden tokens, and sinks. What a launch needs none of is not compiled into it.
 //
-//   s -> cap · tanh(s / cap) where CAPPED,  HIDDEN where MASKED hides the token,
+//   s -> cap · tanh(s / cap) where CAPPED,  HIDDEN where MASKED or MOVING hides the token,
 //   a sink is a logit without a value: it is joined once, where the output of a query is written
 //
 // Everything is in units of log2. MASKED 1: an item's tokens before `seen` are hidden. MASKED 2: from token `seen` on
-// the bits of a tree decide. Both are of items of one query.
+// the bits of a tree decide. Both are of items of one query. Where queries are MOVING, each sees the tokens up to a
+// place of its own, and with MASKED 1 from one on.
 
 #pragma once
 
@@ -33,4 +34,25 @@ __device__ __forceinline__ bool is_hidden(const Item& item, int token) {
         return bit >= 0 && (word >> (bit & 31) & 1u) == 0u;
     }
     return false;
+}
+
+// What a query sees of an item, if queries move: tokens from .. to.
+struct SeenTokens {
+    int from;
+    int to;
+};
+
+__device__ __forceinline__ SeenTokens seen_tokens(const Item& item, u32 query) {
+    return {item.from + (int)query, item.seen + (int)query};
+}
+
+// Hides what the lane's queries do not see of a pass. `first` is the token of its first score.
+template <int SCORES>
+__device__ __forceinline__ void hide_unseen(float (&scores)[SCORES], const SeenTokens (&seen)[LANE_HEADS], int first) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+        const int token = first + 8 * (i / LANE_HEADS);
+        const SeenTokens& of = seen[i % LANE_HEADS];
+        if (token >= of.to || (MASKED == 1 && token < of.from)) scores[i] = HIDDEN;
+    }
 }

@@ -1,14 +1,16 @@
-// The ring of stages of one warp: keys, values and ranges of the steps in flight.
+// The ring of stages of one warp, or of a team of ROW_WARPS warps: keys, values and ranges of the steps in flight.
 //
 // With BULK_COPIES (compute capability 9.0) lane 0 lets the copy engine fetch whole parts of a tile, whose arrival in
 // shared memory a barrier signals. Otherwise every lane copies 16 bytes of each load: of codes those that it will
-// read. If only extremes of scores are needed, values are not copied.
+// read. If only extremes of scores are needed, values are not copied. The first warp of a team fills the ring. The last
+// one that has read a stage loads it again.
 
 #pragma once
 
 #include "common/calibration.cuh"
 
 static_assert(HEAD_BYTES % LINE_BYTES == 0, "parts of a page must begin at a line");
+static_assert(ROW_WARPS == 1 || BULK_COPIES, "lanes copy what they read themselves");
 
 // Ranges and matrices of halves are read by other lanes than those that copied them.
 constexpr bool SHARED_BY_LANES = KEY_TILE_RANGES || VALUE_TILE_RANGES || KEY_BITS == 16 || VALUE_BITS == 16;
@@ -18,6 +20,8 @@ struct Ring {
     u32 stages;
     // Address of the first stage's barrier.
     u32 barriers;
+    // For each stage, the warps of the team that have read it, where there are several.
+    u32* readers;
     int lane;
 
     __device__ __forceinline__ u32 stage(int index) const { return stages + index * STAGE_BYTES; }
@@ -25,6 +29,9 @@ struct Ring {
     __device__ __forceinline__ void start() const {
         if (BULK_COPIES && lane == 0) {
             for (int i = 0; i < STAGES; i++) barrier_init(barriers + 8 * i);
+            if (ROW_WARPS > 1) {
+                for (int i = 0; i < STAGES; i++) readers[i] = 0u;
+            }
             shared_visible();
         }
         if (BULK_COPIES) __syncwarp();
@@ -107,8 +114,16 @@ struct Ring {
         }
     }
 
-    // All lanes have read the stage that is loaded next.
-    __device__ __forceinline__ void release() const {
+    // All lanes have read the stage. Whether this warp is the one that loads it again.
+    __device__ __forceinline__ bool release(int index) const {
         if (BULK_COPIES || SHARED_BY_LANES) __syncwarp();
+        if constexpr (ROW_WARPS == 1) return true;
+        u32 before = 0u;
+        if (lane == 0) {
+            __threadfence_block();
+            before = atomicInc(readers + index, ROW_WARPS - 1u);
+            __threadfence_block();
+        }
+        return __shfl_sync(ALL_LANES, before, 0) == ROW_WARPS - 1u;
     }
 };

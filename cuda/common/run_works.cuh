@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/attend_call.cuh"
+#include "common/calibration.cuh"
 #include "common/halves.cuh"
 #include "common/run_rows.cuh"
 
@@ -110,9 +111,9 @@ __device__ __forceinline__ void copy_passes(const AttendCall& call, const Pipeli
         count++;
     };
 #pragma unroll 1
-    for (int pass = work.end_pass - 1; pass >= work.first_pass - 1; pass--) {
+    for (int pass = work.end_pass - 1; pass >= work.first_pass - !FINDS_EXTREMES; pass--) {
         if (pass >= work.first_pass) copy(room, pass_at(pass), pipeline.keys_full, pipeline.keys_empty, keys);
-        if (pass + 1 < work.end_pass) {
+        if (!FINDS_EXTREMES && pass + 1 < work.end_pass) {
             copy(room + PASS_VALUES_AT, pass_at(pass + 1) + TILE_HALVES_BYTES, pipeline.values_full, pipeline.values_empty, values);
         }
     }

@@ -109,7 +109,7 @@ __device__ __forceinline__ void pass_scores_of_channel_groups(float (&scores)[PA
         float sums[LANE_HEADS];
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) {
-            const u32 word = load_shared_4(group_sums + (group * CHUNK_HEADS + LANE_HEADS * c + h) * 4);
+            const u32 word = load_shared_4(group_sums + (group * WARP_HEADS + LANE_HEADS * c + h) * 4);
             sums[h] = __uint_as_float(word);
         }
 #pragma unroll

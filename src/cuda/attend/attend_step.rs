@@ -6,14 +6,12 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use super::launch::{AttendCall, BoundAttendStep, Launch};
-use super::parts::{RunRows, SegmentParts, query_blocks};
+use super::parts::{QueryKernels, SegmentParts, query_blocks};
 use super::run_variant::WORK_COUNTER_BYTES;
 use super::scratch::{AttendScratch, ScratchSizes, SegmentTables, Sizing};
 use super::segment::{PlannedLaunch, assign_states};
-use super::variant::ScorePass;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
-use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::store::Store;
@@ -28,9 +26,11 @@ pub type AttendTensors<'a> = crate::backend::AttendTensors<'a, Tensor>;
 /// A step in the form that the CUDA kernels run: decided from lengths alone, without using the device.
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
-/// items. Runs with 33 or more rows (of queries and query heads), or 9 in f16, share items of up to 256 rows, unless
-/// keys have sketches or scores are calibrated. Heads of packed tensors with more than 128 channels do so from 65 rows,
-/// on compute capability 9.0. Otherwise an item has as many queries as eight query heads hold.
+/// items. Runs of up to 32 rows (of queries and query heads) do so with a warp for every eight rows, on compute
+/// capability 9.0, if a segment is packed, none is calibrated and a query has at most eight heads. Runs with 33 or more
+/// rows, or 9 in f16, share items of up to 256 rows, unless keys have sketches. Heads of packed tensors with more than
+/// 128 channels, and calibrated scores, do so on compute capability 9.0. Otherwise an item has as many queries as eight
+/// query heads hold.
 ///
 /// Where items read packed tiles several times, the tiles are unpacked first, into at most 128 MiB of scratch for some
 /// of the KV heads at a time, or for one head if it alone has more.
@@ -59,11 +59,11 @@ impl AttendStep {
 
     pub(super) fn for_device(facts: &DeviceFacts, plan: &AttendPlan) -> Result<Self> {
         let shape = *plan.shape();
-        let rows = RunRows::of(facts, plan);
-        let blocks = query_blocks(plan, rows);
+        let kernels = QueryKernels::of(facts, plan);
+        let blocks = query_blocks(plan, kernels);
         let mut segments = Vec::new();
         for segment in plan.segments() {
-            for parts in SegmentParts::of(plan, segment, &blocks, rows) {
+            for parts in SegmentParts::of(plan, segment, &blocks, kernels) {
                 segments.push(PlannedLaunch::new(facts, &shape, segment, parts, plan.scoring())?);
             }
         }
@@ -299,23 +299,11 @@ impl AttendStep {
                 first_head: 0,
                 section_heads: self.shape.kv_heads() as u32,
             };
-            let items = tables.item_count;
-            let over_unpacked = segment.launches_over_unpacked(backend, call, tables)?;
-            match (&tables.extremes, over_unpacked) {
-                (_, Some(launches)) => step.launches.extend(launches),
-                (None, None) => {
-                    let launch = segment.launch(backend, ScorePass::Plain, call, items)?;
-                    let first = step.launches.is_empty() || !launch.kernel.overlaps;
-                    step.launches.push(if first { launch } else { launch.beside_the_one_before() });
-                }
-                (Some(extremes), None) => {
-                    let alone = AttendCall { cluster: 1, ..call };
-                    let first = segment.launch(backend, ScorePass::Extremes, alone, items)?;
-                    let kernel = KernelLaunch { overlaps: false, ..first.kernel };
-                    step.launches.push(Launch { kernel, clears: Some(extremes.clone()), ..first });
-                    step.launches.push(segment.launch(backend, ScorePass::Mapped, call, items)?);
-                }
+            let mut launches = segment.launches(backend, call, tables)?;
+            if launches.len() == 1 && launches[0].kernel.overlaps && !step.launches.is_empty() {
+                launches = launches.into_iter().map(Launch::beside_the_one_before).collect();
             }
+            step.launches.extend(launches);
             merges.extend(segment.merge_launch(backend, call)?);
             step.memory.extend(tables.memory.iter().cloned());
             step.memory.extend(store.memory());

@@ -29,7 +29,7 @@ impl SegmentKernel {
     /// Number of blocks that share the query heads of a KV head, of which there are `group` per query.
     pub(super) const fn chunks(&self, group: usize) -> usize {
         match self {
-            Self::Attend(variant) => (group * variant.queries).div_ceil(variant.chunk_heads()),
+            Self::Attend(variant) => (group * variant.queries).div_ceil(variant.block_heads()),
             Self::Run(_) => 1,
         }
     }
@@ -63,9 +63,9 @@ impl SegmentKernel {
         }
     }
 
-    /// True if the items of a query may form clusters.
+    /// True if the items of a query, or of queries that move, may form clusters.
     pub(super) const fn forms_clusters(&self) -> bool {
-        matches!(self, Self::Attend(variant) if variant.queries == 1)
+        matches!(self, Self::Attend(variant) if variant.queries == 1 || variant.moving)
     }
 
     /// The number of blocks for `blocks` times the work of one: where they take one work after the other, one for each
@@ -81,7 +81,7 @@ impl SegmentKernel {
     pub(super) fn launch(&self, backend: &Cuda, pass: ScorePass, blocks: usize, cluster: u32) -> Result<KernelLaunch> {
         let (function, threads, shared, overlaps) = match self {
             Self::Attend(of) => (of.function(backend, pass)?, of.warps * 32, of.shared_bytes(), of.bulk_copies),
-            Self::Run(of) => (of.function(backend)?, of.threads(), of.shared_bytes(), of.overlaps()),
+            Self::Run(of) => (of.function(backend, pass)?, of.threads(), of.shared_bytes(), of.overlaps()),
         };
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
@@ -95,6 +95,7 @@ impl SegmentKernel {
     pub(super) fn merge(
         &self,
         backend: &Cuda,
+        pass: ScorePass,
         items: usize,
         kv_heads: usize,
         queries: usize,
@@ -105,7 +106,7 @@ impl SegmentKernel {
             block_dim: (variant.merging_threads() as u32, 1, 1),
             shared_mem_bytes: 0,
         };
-        let (function, overlaps) = (variant.merge_function(backend)?, variant.overlaps());
+        let (function, overlaps) = (variant.merge_function(backend, pass)?, variant.overlaps());
         Ok(Some(KernelLaunch { name: "merge_run", function, config, cluster: 1, overlaps }))
     }
 }

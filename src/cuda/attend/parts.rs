@@ -3,10 +3,12 @@
 use std::ops::Range;
 
 use super::logits::TokenMask;
-use super::run_variant::{DRAFT_ROWS, RunVariant, item_rows};
+use super::run_variant::{DRAFT_ROWS, LEAST_PACKED_ROWS, RunVariant, item_rows};
+use super::variant::most_moving;
+use crate::Result;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
-use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, Block, BlockQueries, Part, PlannedRun, PlannedSpan, Spread, StorePart, Visible, blocks};
 
 /// Most query heads of a block of `attend`: columns of an MMA.
@@ -27,15 +29,18 @@ pub(super) struct RunRows {
 }
 
 impl RunRows {
-    /// Those over all segments of a plan; none where the kernel does not serve one of them. It does not compute
-    /// extremes, and each query would need its own.
+    /// Those over all segments of a plan; none where the kernels do not serve one of them.
     pub(super) fn of(facts: &DeviceFacts, plan: &AttendPlan) -> Option<Self> {
         let shape = plan.shape();
         let most = item_rows(shape.head_dim(), facts);
         let of_segment = |segment: &StorePart| {
-            let pages = PageFormat::new(shape, segment.format()).ok().filter(|_| segment.calibration().is_none());
-            let run = |pages| RunVariant::new(pages, most, facts).or_else(|| RunVariant::over_unpacked(pages, facts));
-            pages.and_then(run).map(|run| run.least_rows())
+            let pages = PageFormat::new(shape, segment.format()).ok()?;
+            match segment.calibration() {
+                None => RunVariant::new(pages, most, facts)
+                    .or_else(|| RunVariant::over_unpacked(pages, facts))
+                    .map(|run| run.least_rows()),
+                Some(_) => RunVariant::pipelined(pages, facts).map(|_| LEAST_PACKED_ROWS),
+            }
         };
         let least =
             plan.segments().iter().map(of_segment).try_fold(0, |most, least| least.map(|least| most.max(least)));
@@ -48,8 +53,71 @@ impl RunRows {
     }
 
     /// Whether `queries` queries are enough for the kernel, and several fit an item.
-    pub(super) const fn are_many(self, shape: &AttentionShape, queries: usize) -> bool {
+    const fn are_many(self, shape: &AttentionShape, queries: usize) -> bool {
         queries > 1 && self.most_queries(shape) > 1 && queries * shape.group() >= self.least
+    }
+}
+
+/// The kernel of a run's queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RunKernel {
+    /// `attend_run`.
+    Many,
+    /// `attend`, for queries each of which may see one more token than the one before it.
+    Moving,
+    /// `attend`, for queries that see the same tokens.
+    Few,
+}
+
+/// The kernels that take the runs of a plan.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QueryKernels {
+    shape: AttentionShape,
+    /// The rows of `attend_run`; none where it does not serve all segments.
+    rows: Option<RunRows>,
+    /// Maximum number of moving queries of an item of `attend`.
+    most_moving: usize,
+}
+
+impl QueryKernels {
+    /// Those over all segments of a plan. Codes are unpacked in registers by `attend`, so that more than one read of a
+    /// tile costs more than more rows. In f16 alone `attend_run` is as good from few rows on. A calibrated query has
+    /// extremes of its own.
+    pub(super) fn of(facts: &DeviceFacts, plan: &AttendPlan) -> Self {
+        let shape = *plan.shape();
+        let is_packed = plan.segments().iter().any(|segment| *segment.format() != SegmentFormat::F16);
+        let calibrated = plan.segments().iter().any(|segment| segment.calibration().is_some());
+        let pages = plan.segments().iter().map(|segment| PageFormat::new(&shape, segment.format()));
+        let most_moving = match pages.collect::<Result<Vec<_>>>() {
+            Ok(pages) if is_packed && !calibrated => most_moving(&pages, shape.group(), facts),
+            _ => 1,
+        };
+        Self { shape, rows: RunRows::of(facts, plan), most_moving }
+    }
+
+    /// The kernel of a run.
+    pub(super) fn of_run(&self, run: &PlannedRun) -> RunKernel {
+        let queries = run.run.queries;
+        if !run.moves_evenly() || queries == 1 {
+            RunKernel::Few
+        } else if queries <= self.most_moving {
+            RunKernel::Moving
+        } else if self.rows.is_some_and(|rows| rows.are_many(&self.shape, queries)) {
+            RunKernel::Many
+        } else if self.most_moving > 1 {
+            RunKernel::Moving
+        } else {
+            RunKernel::Few
+        }
+    }
+
+    /// Maximum number of queries of an item of a kernel.
+    fn most_queries(&self, kernel: RunKernel) -> usize {
+        match kernel {
+            RunKernel::Many => self.rows.map_or(1, |rows| rows.most_queries(&self.shape)),
+            RunKernel::Moving => self.most_moving,
+            RunKernel::Few => few_queries(&self.shape),
+        }
     }
 }
 
@@ -58,25 +126,22 @@ const fn is_draft(shape: &AttentionShape, queries: usize) -> bool {
     queries * shape.group() <= DRAFT_ROWS
 }
 
-/// The blocks of all runs: long runs in even blocks for `attend_run`, where it has a kernel for every segment, and the
-/// others in those of `attend`.
-pub(super) fn query_blocks(plan: &AttendPlan, rows: Option<RunRows>) -> Vec<Block> {
-    let shape = plan.shape();
-    let few = || blocks(plan, BlockQueries::up_to(few_queries(shape)));
-    let Some(rows) = rows else { return few() };
-    let takes_many = |run: &PlannedRun| rows.are_many(shape, run.run.queries) && run.moves_evenly();
-    if !plan.runs().iter().any(takes_many) {
+/// The blocks of all runs: even ones for queries that move, and those of the plan for others.
+pub(super) fn query_blocks(plan: &AttendPlan, kernels: QueryKernels) -> Vec<Block> {
+    let few = || blocks(plan, BlockQueries::up_to(few_queries(plan.shape())));
+    let is_few = |run: &PlannedRun| kernels.of_run(run) == RunKernel::Few;
+    if plan.runs().iter().all(is_few) {
         return few();
     }
-    let few = if plan.runs().iter().all(takes_many) { Vec::new() } else { few() };
-    let most = rows.most_queries(shape);
+    let few = if plan.runs().iter().any(is_few) { few() } else { Vec::new() };
     let of_run = |(run, planned): (usize, &PlannedRun)| {
         let queries = planned.run.queries;
-        if !takes_many(planned) {
+        let kernel = kernels.of_run(planned);
+        if kernel == RunKernel::Few {
             let first = few.partition_point(|block| block.run < run);
             return few[first..].iter().take_while(|block| block.run == run).copied().collect::<Vec<_>>();
         }
-        let count = queries.div_ceil(most);
+        let count = queries.div_ceil(kernels.most_queries(kernel));
         let first = |block: usize| block * queries / count;
         (0..count).map(|at| Block { run, first: first(at), queries: first(at + 1) - first(at) }).collect()
     };
@@ -88,7 +153,9 @@ pub(super) fn query_blocks(plan: &AttendPlan, rows: Option<RunRows>) -> Vec<Bloc
 pub(super) enum ItemQueries {
     /// Up to this many, which see the same tokens: `attend`.
     Few(usize),
-    /// Up to this many, each of which may see one more token than the previous one: `attend_run`.
+    /// Up to this many, each of which may see one more token than the previous one: `attend`.
+    Moving(usize),
+    /// As many more: `attend_run`.
     Many(usize),
 }
 
@@ -107,21 +174,25 @@ pub(super) struct SegmentParts {
 
 impl SegmentParts {
     /// The parts of blocks of many queries, of few, and of single queries. Empty ones are left out.
-    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block], rows: Option<RunRows>) -> Vec<Self> {
-        let is_many = |queries: usize| rows.is_some_and(|rows| rows.are_many(plan.shape(), queries));
-        let most_rows = rows.map_or(0, |rows| rows.most);
+    pub(super) fn of(plan: &AttendPlan, segment: &StorePart, blocks: &[Block], kernels: QueryKernels) -> Vec<Self> {
+        let most_rows = kernels.rows.map_or(0, |rows| rows.most);
         let first_block: Vec<usize> =
             (0..=plan.runs().len()).map(|run| blocks.partition_point(|block| block.run < run)).collect();
-        let (mut many, mut drafts, mut few, mut single) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let (mut windowed, mut trees) = (Vec::new(), Vec::new());
+        let (mut many, mut drafts, mut moving) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut few, mut single, mut windowed, mut trees) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut of_block = Vec::new();
         for (of_span, span) in segment.spans().iter().enumerate() {
             let of_run = first_block[span.run]..first_block[span.run + 1];
             let run = &plan.runs()[span.run];
+            let kernel = kernels.of_run(run);
             for (index, block) in of_run.clone().zip(&blocks[of_run]) {
-                if is_many(block.queries) {
-                    let of_size = if is_draft(plan.shape(), block.queries) { &mut drafts } else { &mut many };
-                    of_size.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
+                if kernel != RunKernel::Few {
+                    let of_kernel = match kernel {
+                        RunKernel::Many if !is_draft(plan.shape(), block.queries) => &mut many,
+                        RunKernel::Many => &mut drafts,
+                        _ => &mut moving,
+                    };
+                    of_kernel.extend(whole_part(index, block, run, span).map(|part| (of_span, part)));
                     continue;
                 }
                 block.add_parts(index, run, span, &mut of_block);
@@ -154,6 +225,7 @@ impl SegmentParts {
         let all = [
             (ItemQueries::Many(most(&many)), mask(&many), many),
             (ItemQueries::Many(most(&drafts)), mask(&drafts), drafts),
+            (ItemQueries::Moving(most(&moving)), mask(&moving), moving),
             (ItemQueries::Few(most(&few)), TokenMask::None, few),
             (ItemQueries::Few(1), TokenMask::None, single),
             (ItemQueries::Few(1), TokenMask::Window, windowed),
@@ -248,6 +320,10 @@ mod tests {
     /// Whether a query of an item sees a token of it: what the kernels make of its limits.
     fn is_seen(launch: &PlannedLaunch, item: &Item, query: i32, token: i32) -> bool {
         let mask = match launch.kernel {
+            SegmentKernel::Attend(variant) if variant.moving => {
+                let windowed = variant.logits.mask == TokenMask::Window;
+                return (!windowed || item.from + query <= token) && token < item.seen + query;
+            }
             SegmentKernel::Run(_) => return item.from + query <= token && token < item.seen + query,
             SegmentKernel::Attend(variant) => variant.logits.mask,
         };
@@ -403,10 +479,8 @@ mod tests {
                     prop_assert_eq!(item.states, count[row as usize], "row {} of {:?}", row, item);
                 }
             }
-            let rows = RunRows::of(&H200, &plan);
-            let takes_many = |run: &PlannedRun| {
-                rows.is_some_and(|rows| rows.are_many(&shape, run.run.queries)) && run.moves_evenly()
-            };
+            let kernels = QueryKernels::of(&H200, &plan);
+            let takes_many = |run: &PlannedRun| kernels.of_run(run) == RunKernel::Many;
             let rows_of_many = plan.runs().iter().filter(|run| takes_many(run));
             prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
             for run in plan.runs() {
@@ -417,7 +491,7 @@ mod tests {
                     let own = states.values().filter(|&&row| row == run.first_row + query).count();
                     let by_launch = many && takes_many(run) && own > 1;
                     // Blocks of at most two queries leave a single query of an odd run to `attend`.
-                    prop_assert!(merged[run.first_row + query] == usize::from(by_launch) || rows.is_none_or(|rows| rows.most_queries(&shape) < 3));
+                    prop_assert!(merged[run.first_row + query] == usize::from(by_launch) || kernels.rows.is_none_or(|rows| rows.most_queries(&shape) < 3));
                 }
             }
         }

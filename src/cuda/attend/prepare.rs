@@ -2,12 +2,13 @@
 
 use super::logits::{Logits, TokenMask};
 use super::parts::few_queries;
-use super::run_variant::{RunVariant, item_rows};
-use super::variant::{AttendVariant, ScorePass};
+use super::run_variant::{LEAST_PACKED_ROWS, RunVariant, item_rows};
+use super::variant::{AttendVariant, ScorePass, most_moving};
 use crate::Result;
 use crate::cuda::Cuda;
+use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;
-use crate::format::AttentionShape;
+use crate::format::{AttentionShape, SegmentFormat};
 use crate::plan::{LayerAttention, Scoring, StoreFormat};
 
 /// Compiles every attention kernel that steps over these stores may use, for runs of up to `longest` queries.
@@ -24,33 +25,65 @@ pub(in crate::cuda) fn prepare(
     // Items that the window cuts, and items that it does not.
     let masks = [Some(TokenMask::None), attention.window().map(|_| TokenMask::Window)];
     let logits: Vec<Logits> = masks.into_iter().flatten().map(|mask| Logits::new(&scoring, mask)).collect();
-    for StoreFormat { format, calibration } in stores {
-        let pages = PageFormat::new(shape, format)?;
-        // A query has extremes of its own.
-        let (passes, queries): (&[ScorePass], _) = match calibration {
-            None => (&[ScorePass::Plain], longest.min(few_queries(shape))),
-            Some(_) => (&[ScorePass::Extremes, ScorePass::Mapped], 1),
-        };
-        for queries in 1..=queries {
-            for variant in AttendVariant::all(pages, shape.group(), queries, backend.kernels().facts())? {
-                for &logits in &logits {
-                    let variant = AttendVariant { logits, ..variant };
-                    passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
-                }
+    let facts = backend.kernels().facts();
+    let moves = stores.iter().all(|store| store.calibration.is_none())
+        && stores.iter().any(|store| store.format != SegmentFormat::F16);
+    let pages = stores.iter().map(|store| PageFormat::new(shape, &store.format)).collect::<Result<Vec<_>>>()?;
+    let most_moving = if moves { most_moving(&pages, shape.group(), facts) } else { 1 };
+    for (store, pages) in stores.iter().zip(pages) {
+        let passes = ScorePass::of(store.calibration.is_some());
+        let attends = few_variants(shape, (pages, passes), longest, facts)?;
+        let moving = moving_variants(shape, pages, longest.min(most_moving), facts);
+        for &logits in &logits {
+            for variant in attends.iter().chain(&moving).map(|&variant| AttendVariant { logits, ..variant }) {
+                passes.iter().try_for_each(|&pass| variant.function(backend, pass).map(drop))?;
             }
-        }
-        let facts = backend.kernels().facts();
-        let most = item_rows(shape.head_dim(), facts) / shape.group();
-        if calibration.is_none() && longest > 1 && most > 1 {
-            let in_block = RunVariant::all(pages, longest.min(most) * shape.group(), facts);
-            let unpacks = in_block.is_empty() || RunVariant::unpacks_for(longest, most);
-            let unpacked = RunVariant::over_unpacked(pages, facts).filter(|_| unpacks);
-            for variant in in_block.into_iter().chain(unpacked) {
-                if variant.least_rows() <= longest.min(most) * shape.group() {
-                    logits.iter().try_for_each(|&logits| variant.with_logits(logits).prepare(backend))?;
-                }
+            for variant in run_variants(shape, (pages, passes), longest, facts) {
+                variant.with_logits(logits).prepare(backend, passes)?;
             }
         }
     }
     Ok(())
+}
+
+/// The variants of `attend` for queries that see the same tokens.
+fn few_variants(
+    shape: &AttentionShape,
+    (pages, passes): (PageFormat, &[ScorePass]),
+    longest: usize,
+    facts: &DeviceFacts,
+) -> Result<Vec<AttendVariant>> {
+    // A calibrated query has extremes of its own.
+    let queries = if passes.len() == 1 { longest.min(few_queries(shape)) } else { 1 };
+    let of_queries = |queries| AttendVariant::all(pages, shape.group(), queries, facts);
+    Ok((1..=queries).map(of_queries).collect::<Result<Vec<_>>>()?.concat())
+}
+
+/// The variants of `attend` for up to `most` queries that move.
+fn moving_variants(shape: &AttentionShape, pages: PageFormat, most: usize, facts: &DeviceFacts) -> Vec<AttendVariant> {
+    let mut variants: Vec<AttendVariant> =
+        (2..=most).filter_map(|queries| AttendVariant::moving(pages, shape.group(), queries, facts)).collect();
+    variants.dedup();
+    variants
+}
+
+/// The variants of `attend_run`.
+fn run_variants(
+    shape: &AttentionShape,
+    (pages, passes): (PageFormat, &[ScorePass]),
+    longest: usize,
+    facts: &DeviceFacts,
+) -> Vec<RunVariant> {
+    let most = item_rows(shape.head_dim(), facts) / shape.group();
+    if longest == 1 || most <= 1 {
+        return Vec::new();
+    }
+    let rows = longest.min(most) * shape.group();
+    if passes.len() > 1 {
+        return RunVariant::pipelined(pages, facts).filter(|_| rows >= LEAST_PACKED_ROWS).into_iter().collect();
+    }
+    let in_block = RunVariant::all(pages, rows, facts);
+    let unpacks = in_block.is_empty() || RunVariant::unpacks_for(longest, most);
+    let unpacked = RunVariant::over_unpacked(pages, facts).filter(|_| unpacks);
+    in_block.into_iter().chain(unpacked).filter(|variant| variant.least_rows() <= rows).collect()
 }

@@ -6,7 +6,7 @@ use cudarc::driver::CudaFunction;
 
 use super::logits::Logits;
 use super::split::{PIPELINED_TOKEN_RATE, RUN_TOKEN_RATE};
-use super::variant::LINE_BYTES;
+use super::variant::{LINE_BYTES, ScorePass};
 use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
@@ -24,11 +24,12 @@ const MOST_WARPS: usize = 16;
 /// Rows that one block takes, of up to 128 channels.
 pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
-/// Smallest number of rows for which it pays off: in f16, and where something is unpacked. `attend` takes fewer rows. Its
-/// blocks have up to 8 query heads, so that more read the tokens twice, but from codes: on an H200 drafts of 8 queries of
-/// four heads over 8 × 32k tokens took 462 µs in f16 by `attend` and 262 by this kernel, and 207 and 252 at 4 bits.
+/// Smallest number of rows for which it pays off: in f16, and where something is unpacked or calibrated. `attend` takes
+/// fewer rows. Its blocks have up to 8 query heads, so that more read the tokens twice, but from codes: on an H200
+/// drafts of 8 queries of four heads over 8 × 32k tokens took 462 µs in f16 by `attend` and 262 by this kernel, and 207
+/// and 252 at 4 bits.
 const LEAST_DRAFT_ROWS: usize = 9;
-const LEAST_PACKED_ROWS: usize = 33;
+pub(super) const LEAST_PACKED_ROWS: usize = 33;
 
 /// Warps of a block of few rows, which share the tokens of a tile.
 const FEW_WARPS: usize = MOST_WARPS / 2;
@@ -239,28 +240,30 @@ impl RunVariant {
         self.bulk_copies
     }
 
-    /// Compiles its kernels, unless they were compiled before.
-    pub(super) fn prepare(&self, backend: &Cuda) -> Result<()> {
+    /// Compiles its kernels for these passes over the scores, unless they were compiled before.
+    pub(super) fn prepare(&self, backend: &Cuda, passes: &[ScorePass]) -> Result<()> {
         if self.unpacks_first() {
             self.unpack_function(backend)?;
         }
-        self.function(backend)?;
-        self.merge_function(backend).map(drop)
+        for &pass in passes {
+            self.function(backend, pass)?;
+        }
+        passes.last().map_or(Ok(()), |&pass| self.merge_function(backend, pass).map(drop))
     }
 
     /// The attending function, compiled unless it was compiled before.
-    pub(super) fn function(&self, backend: &Cuda) -> Result<CudaFunction> {
-        let function = backend.kernels().function(&self.program(), self.name())?;
+    pub(super) fn function(&self, backend: &Cuda, pass: ScorePass) -> Result<CudaFunction> {
+        let function = backend.kernels().function(&self.program(pass), self.name())?;
         set_shared_bytes(&function, self.name(), self.shared_bytes())?;
         Ok(function)
     }
 
-    /// The function that merges its states.
-    pub(super) fn merge_function(&self, backend: &Cuda) -> Result<CudaFunction> {
-        backend.kernels().function(&self.program(), "merge_run")
+    /// The function that merges the states of a pass.
+    pub(super) fn merge_function(&self, backend: &Cuda, pass: ScorePass) -> Result<CudaFunction> {
+        backend.kernels().function(&self.program(pass), "merge_run")
     }
 
-    pub(super) fn program(&self) -> Program {
+    pub(super) fn program(&self, pass: ScorePass) -> Program {
         let mut defines = self.pages.defines();
         defines.extend(self.tile_defines());
         defines.extend([
@@ -268,6 +271,7 @@ impl RunVariant {
             ("WARPS", self.warps),
             ("WARPGROUPS", (!matches!(self.multiplies, Multiplies::Warps { .. })).into()),
             ("TOKEN_PARTS", self.token_parts()),
+            ("SCORE_PASS", pass as usize),
         ]);
         defines.extend(self.logits.defines());
         let files: &[&str] = match self.multiplies {
@@ -278,7 +282,7 @@ impl RunVariant {
     }
 
     /// What every kernel over whole tiles is compiled with.
-    pub(super) fn tile_defines(&self) -> [(&'static str, usize); 6] {
+    pub(super) fn tile_defines(&self) -> [(&'static str, usize); 8] {
         [
             ("WIDE", 0),
             ("STEP_TOKENS", TILE_TOKENS),
@@ -286,6 +290,8 @@ impl RunVariant {
             ("BLOCKS_PER_SM", 1),
             ("BULK_COPIES", self.bulk_copies.into()),
             ("QUERIES", 2),
+            ("MOVING", 1),
+            ("ROW_WARPS", 1),
         ]
     }
 

@@ -74,15 +74,28 @@ impl PlannedLaunch {
         let logits = Logits::new(scoring, parts.mask);
         let pages = PageFormat::new(shape, segment.format())?;
         let tiles: Vec<usize> = parts.parts.iter().map(|(_, part)| part.tokens.len().div_ceil(TILE_TOKENS)).collect();
+        let longest = tiles.iter().copied().max().unwrap_or(0);
         let table = match parts.queries {
-            ItemQueries::Few(_) => PageTable::whole(segment),
+            ItemQueries::Few(_) | ItemQueries::Moving(_) => PageTable::whole(segment),
             ItemQueries::Many(_) => PageTable::of_parts(segment, &parts.parts),
         };
         let (kernel, wave, most) = match parts.queries {
-            ItemQueries::Few(queries) => best_attend(facts, shape, pages, (queries, logits), &tiles)?,
+            ItemQueries::Few(queries) => {
+                let variants = AttendVariant::candidates(pages, queries * shape.group(), longest, facts)?;
+                let variants = variants.into_iter().map(|variant| AttendVariant { queries, logits, ..variant });
+                best_attend(facts, shape, variants, &tiles)
+            }
+            ItemQueries::Moving(queries) => {
+                let variant = AttendVariant::moving(pages, shape.group(), queries, facts);
+                let variant = variant.map(|variant| AttendVariant { logits, ..variant });
+                best_attend(facts, shape, variant.into_iter(), &tiles)
+            }
             ItemQueries::Many(queries) => {
                 let reads = TileReads { tiles: tiles.iter().sum(), pages: table.pages.len() };
-                let run = RunVariant::for_reads(pages, queries * shape.group(), reads, facts);
+                let run = match segment.calibration() {
+                    None => RunVariant::for_reads(pages, queries * shape.group(), reads, facts),
+                    Some(_) => RunVariant::pipelined(pages, facts),
+                };
                 let run = run.map(|run| run.with_logits(logits).with_item_rows(parts.most_rows));
                 run.map(|run| of_run(facts, shape, run, (&tiles, reads.pages)))
             }
@@ -275,26 +288,42 @@ impl PlannedLaunch {
         self.kernel.unpacked().map_or(0, |run| pages * run.section_heads(pages, kv_heads) * run.unpacked_bytes())
     }
 
-    /// The launches over unpacked tiles: for one section of the KV heads after the other, one that unpacks and one that
-    /// attends. None where the kernel reads the pages themselves.
-    pub(super) fn launches_over_unpacked(
-        &self,
-        backend: &Cuda,
-        call: AttendCall,
-        tables: &SegmentTables,
-    ) -> Result<Option<Vec<Launch>>> {
-        let Some(run) = self.kernel.unpacked() else { return Ok(None) };
-        let heads = call.kv_heads as usize;
-        let section = run.section_heads(tables.page_count, heads);
-        let mut launches = Vec::with_capacity(2 * heads.div_ceil(section));
-        for first in (0..heads).step_by(section) {
-            let of_section = section.min(heads - first);
-            let call = AttendCall { first_head: first as u32, section_heads: of_section as u32, ..call };
-            let unpack = run.unpack_launch(backend, tables.page_count * of_section)?;
-            launches.push(Launch { kernel: unpack, call, clears: None });
-            launches.push(self.launch(backend, ScorePass::Plain, call, tables.item_count)?);
+    /// Its launches, in order: where tiles are unpacked, for one section of the KV heads after the other.
+    pub(super) fn launches(&self, backend: &Cuda, call: AttendCall, tables: &SegmentTables) -> Result<Vec<Launch>> {
+        let mut launches = match self.kernel.unpacked() {
+            None => self.passes(backend, call, tables)?,
+            Some(run) => {
+                let heads = call.kv_heads as usize;
+                let section = run.section_heads(tables.page_count, heads);
+                let mut launches = Vec::new();
+                for first in (0..heads).step_by(section) {
+                    let of_section = section.min(heads - first);
+                    let call = AttendCall { first_head: first as u32, section_heads: of_section as u32, ..call };
+                    let unpack = run.unpack_launch(backend, tables.page_count * of_section)?;
+                    launches.push(Launch { kernel: unpack, call, clears: None });
+                    launches.extend(self.passes(backend, call, tables)?);
+                }
+                launches
+            }
+        };
+        if let (Some(extremes), Some(first)) = (&tables.extremes, launches.first_mut()) {
+            first.kernel.overlaps = false;
+            first.clears = Some(extremes.clone());
         }
-        Ok(Some(launches))
+        Ok(launches)
+    }
+
+    /// The launches that attend: two if scores are calibrated.
+    fn passes(&self, backend: &Cuda, call: AttendCall, tables: &SegmentTables) -> Result<Vec<Launch>> {
+        let of_pass = |&pass: &ScorePass| {
+            let cluster = if pass == ScorePass::Extremes { 1 } else { call.cluster };
+            self.launch(backend, pass, AttendCall { cluster, ..call }, tables.item_count)
+        };
+        self.score_passes().iter().map(of_pass).collect()
+    }
+
+    const fn score_passes(&self) -> &'static [ScorePass] {
+        ScorePass::of(self.calibration.is_some())
     }
 
     /// The launch that merges the states that `call` wrote, unless `attend` does so.
@@ -303,7 +332,8 @@ impl PlannedLaunch {
             return Ok(None);
         }
         let queries = self.kernel.most_queries(call.group as usize);
-        let kernel = self.kernel.merge(backend, self.merged_items, call.kv_heads as usize, queries)?;
+        let pass = self.score_passes().last().copied().unwrap_or(ScorePass::Plain);
+        let kernel = self.kernel.merge(backend, pass, self.merged_items, call.kv_heads as usize, queries)?;
         Ok(kernel.map(|kernel| Launch { kernel, call, clears: None }))
     }
 }
@@ -336,26 +366,23 @@ fn longest_first(items: &[Item]) -> Vec<u32> {
 /// A kernel, how its blocks fill the device, and the tiles of an item.
 type Cut = (SegmentKernel, Wave, usize);
 
-/// The fastest variant of `attend` for parts of this many tiles and `queries` queries.
+/// The fastest of some variants of `attend` for parts of this many tiles.
 fn best_attend(
     facts: &DeviceFacts,
     shape: &AttentionShape,
-    pages: PageFormat,
-    (queries, logits): (usize, Logits),
+    variants: impl Iterator<Item = AttendVariant>,
     tiles: &[usize],
-) -> Result<Option<Cut>> {
-    let heads = shape.group() * queries;
+) -> Option<Cut> {
     let mut best: Option<(Cut, (f64, bool))> = None;
-    let longest = tiles.iter().copied().max().unwrap_or(0);
-    for variant in AttendVariant::candidates(pages, heads, longest, facts)? {
-        let variant = AttendVariant { queries, logits, ..variant };
+    for variant in variants {
+        let heads = shape.group() * variant.queries;
         let wave = Wave {
             multiprocessors: facts.multiprocessors,
             blocks_each: variant.blocks,
-            blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.chunk_heads()),
-            tile_bytes: pages.head_bytes(),
+            blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.block_heads()),
+            tile_bytes: variant.pages.head_bytes(),
             clusters: facts.is_9_0_or_newer(),
-            token_rate: TOKEN_RATE,
+            token_rate: TOKEN_RATE / variant.row_warps as f64,
             block_time: BLOCK_TIME,
             state_bytes: 0,
         };
@@ -366,7 +393,7 @@ fn best_attend(
             best = Some(((SegmentKernel::Attend(variant), wave, most), cost));
         }
     }
-    Ok(best.map(|(cut, _)| cut))
+    best.map(|(cut, _)| cut)
 }
 
 /// How a variant of `attend_run` takes parts of this many tiles, of a table of as many pages.

@@ -39,6 +39,13 @@ pub(super) enum ScorePass {
     Mapped = 2,
 }
 
+impl ScorePass {
+    /// Those of a segment: two where its scores are calibrated.
+    pub(super) const fn of(calibrated: bool) -> &'static [Self] {
+        if calibrated { &[Self::Extremes, Self::Mapped] } else { &[Self::Plain] }
+    }
+}
+
 /// How `attend` is compiled for a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttendVariant {
@@ -57,8 +64,29 @@ pub(super) struct AttendVariant {
     pub(super) bulk_copies: bool,
     /// Maximum number of queries of an item. Several queries share a block with all their heads.
     pub(super) queries: usize,
+    /// Whether each query of an item may see one more token than the one before it. Otherwise they see the same.
+    pub(super) moving: bool,
+    /// Warps that attend to the same tokens, each for its own of a block's heads.
+    pub(super) row_warps: usize,
     pub(super) logits: Logits,
 }
+
+/// Most warps that attend to the same tokens.
+const MOST_ROW_WARPS: usize = 4;
+
+/// Query heads of a warp: columns of an MMA.
+const WARP_HEADS: usize = 8;
+
+/// Maximum number of queries that move in an item, of `group` query heads each, for which all these pages have a
+/// variant; 1 if there is none.
+pub(super) fn most_moving(pages: &[PageFormat], group: usize, facts: &DeviceFacts) -> usize {
+    let all_have = |queries: usize| pages.iter().all(|&of| AttendVariant::moving(of, group, queries, facts).is_some());
+    let sizes = [MOST_ROW_WARPS, MOST_ROW_WARPS / 2, 1].map(|row_warps| row_warps * WARP_HEADS / group);
+    sizes.into_iter().find(|&queries| queries > 1 && all_have(queries)).unwrap_or(1)
+}
+
+/// Static shared memory that a block may have.
+const MOST_STATIC_BYTES: usize = 48 << 10;
 
 /// Tiles of short spans. Their blocks consist of start and end only, which other blocks must hide.
 const SHORT_SPAN_TILES: usize = 16;
@@ -90,14 +118,11 @@ impl AttendVariant {
             blocks,
             bulk_copies,
             queries: 1,
+            moving: false,
+            row_warps: 1,
             logits: Logits::default(),
         };
-        let fits = |variant: &Self| {
-            let shared = variant.shared_bytes() + variant.fixed_bytes();
-            let whole =
-                variant.pass_tokens.min(tokens) == variant.pass_tokens && whole_loads(&pages, variant.pass_tokens);
-            whole && shared * variant.blocks <= facts.shared_bytes - (variant.blocks - 1) * RESERVED_SHARED_BYTES
-        };
+        let fits = |variant: &Self| variant.fits(tokens, facts);
         // More warps hide more latency, but more bytes in flight than memory needs only delay the first. With more
         // channels than 128, and with eight heads, registers would not suffice for many warps.
         let grouped = pages.is_grouped();
@@ -147,6 +172,53 @@ impl AttendVariant {
         Ok([Some(alone), first(&even), first(&shared), first(&small)].into_iter().flatten().collect())
     }
 
+    /// The variant for up to `queries` queries that move, of `group` query heads each. All its warps have the registers
+    /// for eight heads. None where the device has no copy engine, or a warp does not hold the heads of a query.
+    pub(super) fn moving(pages: PageFormat, group: usize, queries: usize, facts: &DeviceFacts) -> Option<Self> {
+        let row_warps = (queries * group).div_ceil(WARP_HEADS).next_power_of_two();
+        if !facts.is_9_0_or_newer() || group > WARP_HEADS || row_warps > MOST_ROW_WARPS {
+            return None;
+        }
+        let tokens = step_tokens(&pages);
+        let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
+            pages,
+            wide: true,
+            step_tokens,
+            pass_tokens,
+            stages,
+            warps,
+            blocks,
+            bulk_copies: true,
+            queries: row_warps * WARP_HEADS / group,
+            moving: true,
+            row_warps,
+            logits: Logits::default(),
+        };
+        // Sixteen warps have registers for passes of 64 tokens.
+        let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
+        let small = pages.head_dim <= 128 && !pages.is_grouped();
+        let sizes: [(bool, Sizes); 6] = [
+            (small, [few, few, 2, 16, 1]),
+            (small, [few, few, 2, 12, 1]),
+            (true, [few, few, 2, 8, 1]),
+            (true, [tokens, tokens, 2, 8, 1]),
+            (true, [tokens, tokens, 2, 4, 1]),
+            (true, [tokens, tokens, 1, 4, 1]),
+        ];
+        let wanted = sizes.into_iter().filter(|(wanted, _)| *wanted).map(|(_, sizes)| variant(sizes));
+        wanted.filter(|variant| variant.warps.is_multiple_of(row_warps)).find(|variant| variant.fits(tokens, facts))
+    }
+
+    /// Whether its loads are whole, of a step of at most `tokens` tokens, and its blocks find room.
+    fn fits(&self, tokens: usize, facts: &DeviceFacts) -> bool {
+        let fixed = self.fixed_bytes();
+        let room = facts.shared_bytes - (self.blocks - 1) * RESERVED_SHARED_BYTES;
+        self.pass_tokens <= tokens
+            && whole_loads(&self.pages, self.pass_tokens)
+            && (self.row_warps == 1 || fixed <= MOST_STATIC_BYTES)
+            && (self.shared_bytes() + fixed) * self.blocks <= room
+    }
+
     /// Every variant that steps may use if their items have up to `queries` queries, whatever their lengths.
     pub(super) fn all(pages: PageFormat, group: usize, queries: usize, facts: &DeviceFacts) -> Result<Vec<Self>> {
         let mut all: Vec<Self> = Vec::new();
@@ -176,23 +248,29 @@ impl AttendVariant {
         4 * idle > steps
     }
 
-    /// Shared memory in addition to the rings: the query's fragments, the exchange between warps, rows of outputs that
-    /// are rotated back, and the data that the blocks of a cluster send.
+    /// Shared memory in addition to the rings: the query's fragments, the exchange between warps, and the data that the
+    /// blocks of a cluster send.
     const fn fixed_bytes(&self) -> usize {
-        let rotated = if self.pages.value.rotation.is_some() { self.chunk_heads() * self.pages.head_dim } else { 0 };
+        let heads = self.block_heads();
         let key = &self.pages.key;
         let query_bytes = if key.bits == 16 || key.is_grouped(self.pages.head_dim) { 2 } else { 1 };
-        let group_sums = self.chunk_heads() * key.row_groups(self.pages.head_dim) * size_of::<f32>();
+        let group_sums = heads * key.row_groups(self.pages.head_dim) * size_of::<f32>();
         let queries = if key.sketched() && key.bits > 1 { 2 } else { 1 };
-        let rows = queries * (if self.wide { 16 } else { 8 }) * (self.pages.head_dim * query_bytes + 16);
+        let rows = queries * 2 * heads * (self.pages.head_dim * query_bytes + 16);
         let joined =
-            self.warps * self.chunk_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
-        let outputs = self.chunk_heads() * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + self.chunk_heads());
-        rows + group_sums + joined + (outputs + rotated) * size_of::<f32>() + SPARE_SHARED_BYTES
+            self.warps * self.warp_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
+        let outputs = heads * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + heads);
+        rows + group_sums + joined + outputs * size_of::<f32>() + SPARE_SHARED_BYTES
     }
 
-    pub(super) const fn chunk_heads(&self) -> usize {
-        if self.wide { 8 } else { 4 }
+    /// Heads of a warp.
+    const fn warp_heads(&self) -> usize {
+        if self.wide { WARP_HEADS } else { WARP_HEADS / 2 }
+    }
+
+    /// Heads of a block.
+    pub(super) const fn block_heads(&self) -> usize {
+        self.row_warps * self.warp_heads()
     }
 
     pub(super) fn program(&self, pass: ScorePass) -> Program {
@@ -206,6 +284,8 @@ impl AttendVariant {
             ("BLOCKS_PER_SM", self.blocks),
             ("BULK_COPIES", self.bulk_copies.into()),
             ("QUERIES", self.queries),
+            ("MOVING", self.moving.into()),
+            ("ROW_WARPS", self.row_warps),
             ("SCORE_PASS", pass as usize),
         ]);
         defines.extend(self.logits.defines());
@@ -215,12 +295,12 @@ impl AttendVariant {
     /// Shared memory of the rings, where the warps' sums are merged afterwards: those of minimums next to those of
     /// channels.
     pub(super) const fn shared_bytes(&self) -> usize {
-        let rings = self.warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
+        let rings = self.warps / self.row_warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
         let minimums = match self.pages.value.row_groups(self.pages.head_dim) {
             1 => 0,
             groups => groups.next_multiple_of(32),
         };
-        let joined = self.warps * self.chunk_heads() * (self.pages.head_dim + 8 + minimums) * size_of::<f32>();
+        let joined = self.warps * self.warp_heads() * (self.pages.head_dim + 8 + minimums) * size_of::<f32>();
         if rings > joined { rings } else { joined }
     }
 }
@@ -303,8 +383,11 @@ mod tests {
                 let pages = PageFormat::new(&shape, &SegmentFormat { key, value }).unwrap();
                 for (facts, group, span) in [(H200, 4, 9), (H200, 8, 1), (small, 4, 9), (small, 16, 90), (H200, 4, 90)]
                 {
+                    let moving = [2, 4].map(|queries| AttendVariant::moving(pages, group, queries, &facts));
                     for variant in AttendVariant::candidates(pages, group, span, &facts)
                         .unwrap_or_else(|e| panic!("{key} {value} {head_dim} {group} {e}"))
+                        .into_iter()
+                        .chain(moving.into_iter().flatten())
                     {
                         assert!(variant.step_tokens.is_multiple_of(variant.pass_tokens));
                         assert!(TILE_TOKENS.is_multiple_of(variant.step_tokens));
@@ -347,7 +430,7 @@ mod tests {
             }
         }
         let wide = PageFormat::new(&AttentionShape::new(8, 2, 256).unwrap(), &SegmentFormat::F16).unwrap();
-        let program = RunVariant::new(wide, BLOCK_ROWS / 2, &H200).unwrap().program();
+        let program = RunVariant::new(wide, BLOCK_ROWS / 2, &H200).unwrap().program(ScorePass::Plain);
         program.compile(&program.architecture(&H200)).unwrap();
     }
 
@@ -369,7 +452,7 @@ mod tests {
                 let unpacked = RunVariant::over_unpacked(pages, &H200);
                 let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
                 let runs = in_block.into_iter().chain(unpacked).flat_map(|run| [run, run.with_logits(windowed)]);
-                for program in runs.map(|run| run.program()) {
+                for program in runs.map(|run| run.program(ScorePass::Plain)) {
                     let remarks = program.compiler_remarks(&program.architecture(&H200)).unwrap();
                     assert!(!remarks.contains("serialized"), "{format} at {head_dim}: {remarks}");
                     let numbers = remarks.split(" bytes spill stores").map(|before| before.rsplit(' ').next());
@@ -397,11 +480,26 @@ mod tests {
         let runs = runs.chain(unpacked);
         let runs = runs.flat_map(|run| {
             let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
-            [run, run.with_logits(windowed)].map(|run| run.program())
+            [run, run.with_logits(windowed)].map(|run| run.program(ScorePass::Plain))
         });
+        let many = RunVariant::pipelined(pages, &H200).into_iter();
+        let many = many.flat_map(|run| [ScorePass::Extremes, ScorePass::Mapped].map(|pass| run.program(pass)));
         let rows = pages.rows_program();
         let wide = wide.program(ScorePass::Plain);
+        let moving = [2, 4, 8].map(|queries| AttendVariant::moving(pages, shape.group(), queries, &H200));
+        let windowed = Logits { mask: TokenMask::Window, ..Logits::default() };
+        let moving = moving.into_iter().flatten().flat_map(|variant| {
+            [variant, AttendVariant { logits: windowed, ..variant }].map(|variant| variant.program(ScorePass::Plain))
+        });
         let unpacks = unpacked.map(|run| run.unpack_program());
-        calibrated.into_iter().chain(logits.map(of_logits)).chain(runs).chain(unpacks).chain([wide, rows]).collect()
+        calibrated
+            .into_iter()
+            .chain(logits.map(of_logits))
+            .chain(runs)
+            .chain(many)
+            .chain(moving)
+            .chain(unpacks)
+            .chain([wide, rows])
+            .collect()
     }
 }
