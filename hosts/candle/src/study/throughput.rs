@@ -131,7 +131,10 @@ impl ThroughputArgs {
         let batch = cache.sequences();
         let figures = match memory_mib <= self.served_mib {
             true => Some(self.serve(host, cache, (batch, self.output()))?),
-            false => None,
+            false => {
+                drop(cache); // what is measured next needs the memory
+                None
+            }
         };
         let preempted = figures.as_ref().map_or(0, |figures| figures.preemptions);
         ensure!(preempted == 0, "{batch} requests of {recipe} did not fit at a time: {preempted} were preempted");
