@@ -7,7 +7,6 @@ mod fused_check;
 mod scratch;
 mod steps;
 mod weights;
-mod workspace;
 
 use anyhow::{Result, bail};
 use candle_host::{Rig, ServeArgs, Study, checks};

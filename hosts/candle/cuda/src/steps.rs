@@ -23,7 +23,6 @@ use crate::attention::{Bound, lend, open};
 use crate::fused::HostKernels;
 use crate::scratch::Scratch;
 use crate::weights::CudaProduct;
-use crate::workspace::Workspace;
 
 /// Graphs that are kept. One serves a class of steps until sequences have grown by an eighth.
 const GRAPHS: usize = 8;
@@ -39,7 +38,6 @@ pub struct CudaRig {
     device: Device,
     backend: Cuda,
     scratch: Scratch,
-    _workspace: Workspace,
     /// Memory of the host for tokens that arrive. To allocate or free some would wait for the device.
     arrivals: Rc<RefCell<Vec<PinnedHostSlice<u32>>>>,
 }
@@ -48,9 +46,7 @@ impl CudaRig {
     /// The first device.
     pub fn open() -> Result<Self> {
         let (device, backend) = open()?;
-        let workspace = Workspace::of(device.as_cuda_device()?)?;
-        let scratch = Scratch::default();
-        Ok(Self { device, backend, scratch, _workspace: workspace, arrivals: Rc::default() })
+        Ok(Self { device, backend, scratch: Scratch::default(), arrivals: Rc::default() })
     }
 
     /// The kernels of this program.
