@@ -6,19 +6,19 @@
 // them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
 // items.
 //
-// A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left operands of scores) and their sums stay in its
-// registers for the whole item. All subgroups share the tokens, which stream through in steps of 16 and are unpacked to
-// halves in workgroup memory once. A step is the eight tokens of two vectors of values: those at 4 step, and 32, 64 and
-// 96 further. There are two barriers per step:
+// A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left
+// operands of scores) and their sums stay in its registers for the whole item. All subgroups share the tokens, which
+// stream through in steps of 16 and are unpacked to halves in workgroup memory once. A step is the eight tokens of two
+// vectors of values: those at 4 step, and 32, 64 and 96 further.
 //
-//   products with values of the last step, scores -> workgroup memory | weights -> workgroup memory
-//
-// The slot `run_arrivals` decides when keys and values are loaded, and when they are stored there.
+// Scores and weights of a subgroup pass through workgroup memory of its own, so that only its lanes wait for each
+// other. The subgroups wait for all others once in a step, if there is room for the keys and values of two steps: one
+// multiplies while another computes weights. Each invocation loads its part of the step after next and stores what it
+// loaded before, when its products are done.
 //
 // Weights are relative to a reference of their row, a power of two. Weights may grow to 2^MOST_WEIGHT. Before they
 // would grow further, the reference moves so that the largest is 2^START_WEIGHT. Then the sums pass through workgroup
-// memory, where a row can be scaled. That is rare, and all subgroups wait for it, so that every barrier is reached by
-// all.
+// memory, where a row can be scaled. That is rare.
 //
 // Memory: keys and values are read once for ROWS rows. Workgroup memory: rows of keys, columns of values, rows of
 // scores and of weights are padded, so that simultaneous accesses fall into different banks (`RunRows::workgroup_bytes`
@@ -26,20 +26,19 @@
 //
 // In bounds: as `attend`; blocks of rows lie within the prepared ones, behind which there are RUN_ROWS more; rows
 // beyond the item's write nothing. Loops are bounded by an item's tiles and by constants. Control flow around products
-// is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
-// of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
+// is uniform in a subgroup: it depends on the item, and on votes of the subgroup. Divisors are sums of weights, of which
+// the largest is at least 2^START_WEIGHT at the time, or 1.
 //
 // gives: Half4, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, STEPS, EIGHTS, TOKEN_VECTORS, SCORE_ROW, ROW_SCORES,
-//   scores, factors, pages, load_keys, load_values, store_keys, store_values
+//   scores, pages
 // binds: 2 run_queries, 8 run_constants
-// set by plans: SUBGROUPS, ROW_BLOCKS
+// set by plans: SUBGROUPS, ROW_BLOCKS, TILE_BUFFERS
 
 // import attend/numbering.wgsl#subgroup
 // import attend/work_item.wgsl
 // import attend/states.wgsl#states
 // import run_keys = attend/run_keys.wgsl#f16
 // import run_values = attend/run_values.wgsl#f16
-// import run_arrivals = attend/run_arrivals.wgsl#by_turns
 // import run_outputs = attend/run_outputs.wgsl#plain
 
 alias Half4 = vec4<f16>;
@@ -57,8 +56,8 @@ struct Eight {
 @group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
 
 const SUBGROUPS: u32 = 8u;
-// Blocks of 16 rows in a subgroup, and its rows. Each of its first OWN_ROWS lanes computes the weights of one row; others
-// compute the same, and write nothing.
+// Blocks of 16 rows in a subgroup, and its rows. Lanes l and l + 16 compute the weights of row l of every block, each of
+// eight tokens of a step.
 const ROW_BLOCKS: u32 = 2u;
 const OWN_ROWS: u32 = ROW_BLOCKS * 16u;
 const ROWS: u32 = SUBGROUPS * OWN_ROWS;
@@ -76,13 +75,19 @@ const QUERY_ROW: u32 = HEAD_DIM / 4u;
 const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
 const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
 const VALUE_ROW: u32 = 6u;
+const VALUES_OF_STEP: u32 = HEAD_DIM * VALUE_ROW;
 const SCORE_ROW: u32 = 5u;
 const WEIGHT_ROW: u32 = 6u;
 // Groups of eight keys, and as many of values, in a step, and those that an invocation moves.
 const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;
 const LOADS: u32 = (EIGHTS_OF_STEP + INVOCATIONS - 1u) / INVOCATIONS;
-// Vectors of four scores of a row.
+// Vectors of four scores of a row, and those of a lane.
 const ROW_SCORES: u32 = 4u;
+const LANE_SCORES: u32 = 2u;
+// Vectors of the scores of a block.
+const BLOCK_SCORES: u32 = 16u * SCORE_ROW;
+// Steps whose keys and values have room in workgroup memory: 1 or 2.
+const TILE_BUFFERS: u32 = 2u;
 
 // Exponents of two: the largest allowed weight, and the largest weight after the reference moved.
 const MOST_WEIGHT: f32 = 15f;
@@ -90,26 +95,23 @@ const START_WEIGHT: f32 = 6f;
 // The product of a token that does not exist: minus infinity, times any unit.
 const NO_PRODUCT: f32 = -3.4028234e38f;
 
-// [step][token][channel], [channel][token], [row][token], [row][token].
-var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
-var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW>;
-var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW>;
+// [step][token][channel], [step][channel][token], [subgroup][row of a block][token], [row][token].
+var<workgroup> key_tile: array<Half4, TILE_BUFFERS * KEYS_OF_STEP>;
+var<workgroup> value_tile: array<Half4, TILE_BUFFERS * VALUES_OF_STEP>;
+var<workgroup> scores: array<vec4<f32>, SUBGROUPS * BLOCK_SCORES>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
-// Factors of the sums of a row before more is added; at the end, the row's sum of weights.
-var<workgroup> factors: array<f32, ROWS>;
-// Whether rows of a subgroup moved their references in this step.
-var<workgroup> moved: array<vec4<u32>, 4>;
 
 // Loads of the invocation in flight.
 var<private> arriving_keys: array<KeyWord, LOADS>;
 var<private> arriving_values: array<ValueWord, LOADS>;
 
-// For the lane's row: the tokens of the item that it sees, the factor of its products, the reference, and the sum of
-// weights.
-var<private> row_tokens: u32;
-var<private> unit: f32;
-var<private> reference: f32;
-var<private> weight_sum: f32;
+// For the lane's row of every block: the tokens of the item that it sees, the factor of its products, the reference,
+// the factor of its sums when the reference moves, and the sum of the lane's weights.
+var<private> row_tokens: array<u32, ROW_BLOCKS>;
+var<private> unit: array<f32, ROW_BLOCKS>;
+var<private> reference: array<f32, ROW_BLOCKS>;
+var<private> factor: array<f32, ROW_BLOCKS>;
+var<private> weight_sum: array<f32, ROW_BLOCKS>;
 
 fn pages() -> u32 {
     return min(run_key_pages(), run_value_pages());
@@ -164,7 +166,7 @@ fn store_keys(step: u32, invocation: u32) {
         let at = i * INVOCATIONS + invocation;
         if (at < EIGHTS_OF_STEP) {
             let halves = key_halves(arriving_keys[i], at / 16u);
-            let to = step % KEY_STEPS * KEYS_OF_STEP + at % 16u * KEY_ROW + at / 16u * 2u;
+            let to = step % TILE_BUFFERS * KEYS_OF_STEP + at % 16u * KEY_ROW + at / 16u * 2u;
             key_tile[to] = halves.low;
             key_tile[to + 1u] = halves.high;
         }
@@ -178,16 +180,18 @@ fn store_values(step: u32, invocation: u32) {
         if (at < EIGHTS_OF_STEP) {
             let vector = step % TILE_STEPS * 2u + at / HEAD_DIM;
             let halves = value_halves(arriving_values[i], vector);
-            let to = at % HEAD_DIM * VALUE_ROW + at / HEAD_DIM * 2u;
+            let to = step % TILE_BUFFERS * VALUES_OF_STEP + at % HEAD_DIM * VALUE_ROW + at / HEAD_DIM * 2u;
             value_tile[to] = halves.low;
             value_tile[to + 1u] = halves.high;
         }
     }
 }
 
-// Multiplies the subgroup's rows with the keys of a step. The units are not applied yet.
-fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, team: u32) {
-    let first_key = token_step % KEY_STEPS * KEYS_OF_STEP;
+// Multiplies the subgroup's rows with the keys of a step, and hands every lane the products of its rows. The units are
+// not applied yet.
+fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, team: u32, lane: u32)
+    -> array<vec4<f32>, ROW_BLOCKS * LANE_SCORES> {
+    let first_key = token_step % TILE_BUFFERS * KEYS_OF_STEP;
     var blocks: array<Sums, ROW_BLOCKS>;
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
@@ -201,63 +205,69 @@ fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, 
             blocks[block] = coopMultiplyAdd((*rows)[block * STEPS + step], k, blocks[block]);
         }
     }
+    var products: array<vec4<f32>, ROW_BLOCKS * LANE_SCORES>;
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
-        coopStoreT(blocks[block], &scores[(team * OWN_ROWS + block * 16u) * SCORE_ROW], SCORE_ROW);
-    }
-}
-
-// Computes the weights of the step for the lane's row. Every row sees the first `least` tokens.
-fn weigh(step: u32, least: u32, team: u32, lane: u32) {
-    let row = team * OWN_ROWS + lane % OWN_ROWS;
-    let first_token = step / TILE_STEPS * TILE_TOKENS + step % TILE_STEPS * 4u;
-    var s: array<vec4<f32>, ROW_SCORES>;
-    // unroll
-    for (var i = 0u; i < ROW_SCORES; i++) {
-        s[i] = scores[row * SCORE_ROW + i];
-    }
-    // Only the last tiles have tokens that a row does not see.
-    if ((step / TILE_STEPS + 1u) * TILE_TOKENS > least) {
+        // All lanes have read what was there.
+        subgroupBarrier();
+        coopStoreT(blocks[block], &scores[team * BLOCK_SCORES], SCORE_ROW);
+        subgroupBarrier();
         // unroll
-        for (var i = 0u; i < ROW_SCORES; i++) {
-            let token = vec4<u32>(first_token + i) + vec4<u32>(0u, 32u, 64u, 96u);
-            s[i] = select(vec4<f32>(NO_PRODUCT), s[i], token < vec4<u32>(row_tokens));
+        for (var i = 0u; i < LANE_SCORES; i++) {
+            products[block * LANE_SCORES + i] = scores[lane_scores(team, lane) + i];
         }
     }
-    var high = s[0];
-    // unroll
-    for (var i = 0u; i < ROW_SCORES - 1u; i++) {
-        high = max(high, s[i + 1u]);
-    }
-    let top = max(max(high.x, high.y), max(high.z, high.w)) * unit;
-    let far = top - reference > MOST_WEIGHT;
-    let new_reference = select(reference, ceil(top - START_WEIGHT), far);
-    let factor = exp2(reference - new_reference);
-    // Before the first step there are no sums.
-    let moves = subgroupAny(far && step > 0u);
-    reference = new_reference;
-    // The sum of the rounded weights, so that the mean of the values is exact.
-    var sum = 0f;
-    // unroll
-    for (var i = 0u; i < ROW_SCORES; i++) {
-        let p = Half4(exp2(s[i] * unit - vec4<f32>(new_reference)));
-        if (lane < OWN_ROWS) {
-            row_weights[row * WEIGHT_ROW + i] = p;
-        }
-        let rounded = vec4<f32>(p);
-        sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
-    }
-    weight_sum = weight_sum * factor + sum;
-    if (lane < OWN_ROWS) {
-        factors[row] = factor;
-    }
-    if (lane == 0u) {
-        moved[team / 4u][team % 4u] = select(0u, 1u, moves);
-    }
+    return products;
 }
 
-fn any_moved() -> bool {
-    return any((moved[0] | moved[1] | moved[2] | moved[3]) != vec4<u32>());
+// Where the scores of a lane's tokens begin.
+fn lane_scores(team: u32, lane: u32) -> u32 {
+    return team * BLOCK_SCORES + lane % 16u * SCORE_ROW + lane / 16u * LANE_SCORES;
+}
+
+// Computes the weights of the step for the lane's rows. Every row sees the first `least` tokens. Whether references
+// moved.
+fn weigh(products: array<vec4<f32>, ROW_BLOCKS * LANE_SCORES>, step: u32, least: u32, team: u32, lane: u32) -> bool {
+    let first_token = step / TILE_STEPS * TILE_TOKENS + step % TILE_STEPS * 4u + lane / 16u * LANE_SCORES;
+    // Only the last tiles have tokens that a row does not see.
+    let masked = (step / TILE_STEPS + 1u) * TILE_TOKENS > least;
+    var moves = false;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        var s: array<vec4<f32>, LANE_SCORES>;
+        // unroll
+        for (var i = 0u; i < LANE_SCORES; i++) {
+            s[i] = products[block * LANE_SCORES + i];
+        }
+        if (masked) {
+            // unroll
+            for (var i = 0u; i < LANE_SCORES; i++) {
+                let token = vec4<u32>(first_token + i) + vec4<u32>(0u, 32u, 64u, 96u);
+                s[i] = select(vec4<f32>(NO_PRODUCT), s[i], token < vec4<u32>(row_tokens[block]));
+            }
+        }
+        let high = max(s[0], s[1]);
+        let own_top = max(max(high.x, high.y), max(high.z, high.w)) * unit[block];
+        let top = max(own_top, subgroupShuffleXor(own_top, 16u));
+        let far = top - reference[block] > MOST_WEIGHT;
+        let new_reference = select(reference[block], ceil(top - START_WEIGHT), far);
+        factor[block] = exp2(reference[block] - new_reference);
+        reference[block] = new_reference;
+        moves = moves || far;
+        // The sum of the rounded weights, so that the mean of the values is exact.
+        var sum = 0f;
+        let to = (team * OWN_ROWS + block * 16u + lane % 16u) * WEIGHT_ROW + lane / 16u * LANE_SCORES;
+        // unroll
+        for (var i = 0u; i < LANE_SCORES; i++) {
+            let p = Half4(exp2(s[i] * unit[block] - vec4<f32>(new_reference)));
+            row_weights[to + i] = p;
+            let rounded = vec4<f32>(p);
+            sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
+        }
+        weight_sum[block] = weight_sum[block] * factor[block] + sum;
+    }
+    // Before the first step there are no sums.
+    return subgroupAny(moves && step > 0u);
 }
 
 // Multiplies the sums of the rows by their factors.
@@ -266,28 +276,21 @@ fn move_sums(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, la
     for (var step = 0u; step < STEPS; step++) {
         // unroll
         for (var block = 0u; block < ROW_BLOCKS; block++) {
-            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
-            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
-        }
-        workgroupBarrier();
-        if (lane < OWN_ROWS) {
+            coopStoreT((*sums)[block * STEPS + step], &scores[team * BLOCK_SCORES], SCORE_ROW);
+            subgroupBarrier();
             // unroll
-            for (var i = 0u; i < ROW_SCORES; i++) {
-                let row = team * OWN_ROWS + lane;
-                scores[row * SCORE_ROW + i] *= factors[row];
+            for (var i = 0u; i < LANE_SCORES; i++) {
+                scores[lane_scores(team, lane) + i] *= factor[block];
             }
+            subgroupBarrier();
+            (*sums)[block * STEPS + step] = coopLoadT<Sums>(&scores[team * BLOCK_SCORES], SCORE_ROW);
+            subgroupBarrier();
         }
-        workgroupBarrier();
-        // unroll
-        for (var block = 0u; block < ROW_BLOCKS; block++) {
-            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
-            (*sums)[block * STEPS + step] = coopLoadT<Sums>(&scores[at], SCORE_ROW);
-        }
-        workgroupBarrier();
     }
 }
 
-fn add_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32) {
+fn add_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, token_step: u32, team: u32) {
+    let first_value = token_step % TILE_BUFFERS * VALUES_OF_STEP;
     var p: array<Left, ROW_BLOCKS>;
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
@@ -296,19 +299,12 @@ fn add_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32) {
     }
     // unroll
     for (var step = 0u; step < STEPS; step++) {
-        let v = coopLoad<Right>(&value_tile[step * 16u * VALUE_ROW], VALUE_ROW);
+        let v = coopLoad<Right>(&value_tile[first_value + step * 16u * VALUE_ROW], VALUE_ROW);
         // unroll
         for (var block = 0u; block < ROW_BLOCKS; block++) {
             (*sums)[block * STEPS + step] = coopMultiplyAdd(p[block], v, (*sums)[block * STEPS + step]);
         }
     }
-}
-
-fn take_values(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, lane: u32) {
-    if (any_moved()) {
-        move_sums(sums, team, lane);
-    }
-    add_values(sums, team);
 }
 
 @compute @workgroup_size(INVOCATIONS)
@@ -324,18 +320,20 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     let first = first_prepared(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
     load_rows(&rows, first, team);
-    let own_row = team * OWN_ROWS + lane % OWN_ROWS;
-    let constants = run_constants[min(first + own_row, arrayLength(&run_constants) - 1u)];
-    unit = constants.x * KEY_UNIT;
-    // Each query sees one token more than the one before it, up to all of the item.
-    let query = min(own_row / GROUP, item.later);
-    row_tokens = item.tokens - min(item.later - query, item.tokens);
-    let least = item.tokens - min(item.later, item.tokens);
-    reference = LOWEST;
-    weight_sum = 0f;
-    if (invocation < 4u) {
-        moved[invocation] = vec4<u32>();
+    var bias: array<f32, ROW_BLOCKS>;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        let row = team * OWN_ROWS + block * 16u + lane % 16u;
+        let constants = run_constants[min(first + row, arrayLength(&run_constants) - 1u)];
+        unit[block] = constants.x * KEY_UNIT;
+        bias[block] = constants.y;
+        // Each query sees one token more than the one before it, up to all of the item.
+        let query = min(row / GROUP, item.later);
+        row_tokens[block] = item.tokens - min(item.later - query, item.tokens);
+        reference[block] = LOWEST;
+        weight_sum[block] = 0f;
     }
+    let least = item.tokens - min(item.later, item.tokens);
     var sums: array<Sums, ROW_BLOCKS * STEPS>;
     // unroll
     for (var i = 0u; i < ROW_BLOCKS * STEPS; i++) {
@@ -343,33 +341,38 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     }
     workgroupBarrier();
     load_keys(0u, tiles, invocation);
+    load_values(0u, tiles, invocation);
     store_keys(0u, invocation);
-    before_steps(tiles, invocation);
+    store_values(0u, invocation);
+    load_keys(1u, tiles, invocation);
+    load_values(1u, tiles, invocation);
     workgroupBarrier();
-    before_products(0u, tiles, invocation);
-    score(&rows, 0u, team);
-    behind_products(0u, tiles, invocation);
-    workgroupBarrier();
-    before_weights(0u, tiles, invocation);
-    weigh(0u, least, team, lane);
-    behind_weights(0u, tiles, invocation);
-    workgroupBarrier();
-    for (var step = 1u; step < tiles * TILE_STEPS; step++) {
-        before_products(step, tiles, invocation);
-        take_values(&sums, team, lane);
-        score(&rows, step, team);
-        behind_products(step, tiles, invocation);
-        workgroupBarrier();
-        before_weights(step, tiles, invocation);
-        weigh(step, least, team, lane);
-        behind_weights(step, tiles, invocation);
+    for (var step = 0u; step < tiles * TILE_STEPS; step++) {
+        let products = score(&rows, step, team, lane);
+        if (weigh(products, step, least, team, lane)) {
+            move_sums(&sums, team, lane);
+        }
+        subgroupBarrier();
+        add_values(&sums, step, team);
+        if (TILE_BUFFERS == 1u) {
+            workgroupBarrier();
+        }
+        store_keys(step + 1u, invocation);
+        store_values(step + 1u, invocation);
+        load_keys(step + 2u, tiles, invocation);
+        load_values(step + 2u, tiles, invocation);
         workgroupBarrier();
     }
-    take_values(&sums, team, lane);
-    if (lane < OWN_ROWS) {
-        factors[own_row] = weight_sum;
-        write_state_lse(item, y, own_row, (reference + log2(weight_sum) + constants.y) * LN_2);
+    var totals: array<f32, ROW_BLOCKS>;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        totals[block] = weight_sum[block] + subgroupShuffleXor(weight_sum[block], 16u);
+        if (lane < 16u) {
+            let lse = (reference[block] + log2(totals[block]) + bias[block]) * LN_2;
+            write_state_lse(item, y, team * OWN_ROWS + block * 16u + lane, lse);
+        }
+        // A row that sees no token of the item has no weights, and a state that weighs nothing.
+        totals[block] = select(1f, totals[block], totals[block] > 0f);
     }
-    workgroupBarrier();
-    write_states(&sums, item, y, team, lane);
+    write_states(&sums, totals, item, y, team, lane);
 }

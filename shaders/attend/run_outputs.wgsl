@@ -1,38 +1,39 @@
 // Slot `run_outputs`: the states of the rows of `attend_run`, from the sums in registers.
 //
 // Every choice has
-//   fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32)
-//     of the subgroup's rows, whose sums of weights are in `factors`; by all subgroups
+//   fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, totals: array<f32, ROW_BLOCKS>,
+//     item: WorkItem, y: u32, team: u32, lane: u32)
+//     of the subgroup's rows. Lanes l and l + 16 have the sums of weights of row l of every block.
 
 // -------- plain --------
 
-// States of the channels as they are stored: 16 channels of all rows at a time.
+// States of the channels as they are stored: 16 channels of a block of rows at a time.
 //
-// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores, state_row,
-//   states
+// needs: BLOCK_SCORES, OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, head_exists, run_output, scores,
+//   state_row, states
 // gives: write_states
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, totals: array<f32, ROW_BLOCKS>,
+    item: WorkItem, y: u32, team: u32, lane: u32) {
     // unroll
-    for (var step = 0u; step < STEPS; step++) {
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
         // unroll
-        for (var block = 0u; block < ROW_BLOCKS; block++) {
-            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
-            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
-        }
-        workgroupBarrier();
-        // unroll
-        for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
-            let row = team * OWN_ROWS + i * 8u + lane / 4u;
-            if (head_exists(item, y, row)) {
-                // A row that sees no token of the item has no weights, and a state that weighs nothing.
-                let weights = select(1f, factors[row], factors[row] > 0f);
-                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
-                let field = step * 4u + lane % 4u;
-                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
+        for (var step = 0u; step < STEPS; step++) {
+            subgroupBarrier();
+            coopStoreT((*sums)[block * STEPS + step], &scores[team * BLOCK_SCORES], SCORE_ROW);
+            subgroupBarrier();
+            // unroll
+            for (var i = 0u; i < 2u; i++) {
+                let own = i * 8u + lane / 4u;
+                let weights = subgroupShuffle(totals[block], own);
+                let row = team * OWN_ROWS + block * 16u + own;
+                if (head_exists(item, y, row)) {
+                    let mean = scores[team * BLOCK_SCORES + own * SCORE_ROW + lane % 4u] / weights;
+                    let field = step * 4u + lane % 4u;
+                    states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
+                }
             }
         }
-        workgroupBarrier();
     }
 }
 
@@ -42,7 +43,7 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
 //
 // The order of the butterflies is that of common/rotation.wgsl#rotate_row, so that the bits are the same.
 //
-// needs: HEAD_DIM, OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists,
+// needs: BLOCK_SCORES, HEAD_DIM, OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, head_exists,
 //   run_output, scores, state_row, states
 // gives: write_states
 
@@ -80,27 +81,32 @@ fn rotate_vectors(row: ptr<function, array<vec4<f32>, ROW_VECTORS>>) {
     }
 }
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, totals: array<f32, ROW_BLOCKS>,
+    item: WorkItem, y: u32, team: u32, lane: u32) {
     let own = team * OWN_ROWS + lane % OWN_ROWS;
-    // A row that sees no token of the item has no weights, and a state that weighs nothing.
-    let weights = select(1f, factors[own], factors[own] > 0f);
+    let own_block = lane % OWN_ROWS / 16u;
+    let weights = select(totals[0], totals[ROW_BLOCKS - 1u], own_block > 0u);
     var row: array<vec4<f32>, ROW_VECTORS>;
     // unroll
     for (var step = 0u; step < STEPS; step++) {
+        var means: array<vec4<f32>, ROW_SCORES>;
         // unroll
         for (var block = 0u; block < ROW_BLOCKS; block++) {
-            let at = (team * OWN_ROWS + block * 16u) * SCORE_ROW;
-            coopStoreT((*sums)[block * STEPS + step], &scores[at], SCORE_ROW);
+            subgroupBarrier();
+            coopStoreT((*sums)[block * STEPS + step], &scores[team * BLOCK_SCORES], SCORE_ROW);
+            subgroupBarrier();
+            // unroll
+            for (var i = 0u; i < ROW_SCORES; i++) {
+                let mean = scores[team * BLOCK_SCORES + lane % 16u * SCORE_ROW + i] / weights;
+                means[i] = select(means[i], mean, own_block == block);
+            }
         }
-        workgroupBarrier();
         // unroll
         for (var i = 0u; i < ROW_SCORES; i++) {
-            let mean = scores[own * SCORE_ROW + i] / weights;
-            let output = run_output(item.range_slot, y, (step * 4u + i) * 4u, mean);
+            let output = run_output(item.range_slot, y, (step * 4u + i) * 4u, means[i]);
             row[step * 4u + i] =
                 vec4<f32>(scaled_input(output.x), scaled_input(output.y), scaled_input(output.z), scaled_input(output.w));
         }
-        workgroupBarrier();
     }
     rotate_vectors(&row);
     if (lane < OWN_ROWS && head_exists(item, y, own)) {

@@ -57,7 +57,6 @@ files![
     "attend/query_rotation.wgsl",
     "attend/query_row.wgsl",
     "attend/rotated_rows.wgsl",
-    "attend/run_arrivals.wgsl",
     "attend/run_keys.wgsl",
     "attend/run_outputs.wgsl",
     "attend/run_values.wgsl",

@@ -1,6 +1,6 @@
 //! Kernel `attend_run`: many queries of a run together, with cooperative matrices.
 
-use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows};
+use super::recipe::{AttendRecipe, RunCodes, RunRows, TileBuffers};
 use super::specialisation::{MAX_TILES, Specialisation};
 use crate::TILE_TOKENS;
 use crate::format::codebook::level_unit;
@@ -44,7 +44,6 @@ impl Specialisation<'_> {
         let head_dim = self.shape.head_dim();
         let limits = &self.capabilities.limits;
         let codes = [run_codes(&self.format.key, head_dim)?, run_codes(&self.format.value, head_dim)?];
-        let arrivals = RunArrivals::of(codes);
         let rows = RunRows::most(head_dim);
         // A lane that rotates a row knows the places of its channels in advance.
         let turns = self.format.value.rotation().is_none_or(|rotation| rotation.dealt_blocks(head_dim) == 1);
@@ -55,7 +54,7 @@ impl Specialisation<'_> {
             && self.shape.group() <= rows.rows() / 2
             && turns
             && limits.storage_buffers >= BUFFERS
-            && rows.workgroup_bytes(head_dim, arrivals) <= limits.workgroup_memory as usize
+            && rows.workgroup_bytes(head_dim, TileBuffers::One) <= limits.workgroup_memory as usize
             && rows.invocations() <= limits.invocations as usize;
         fits.then_some(codes)
     }
@@ -80,15 +79,21 @@ impl Specialisation<'_> {
         rows.rows() / self.shape.group()
     }
 
+    fn tile_buffers(&self, rows: RunRows) -> TileBuffers {
+        let bytes = rows.workgroup_bytes(self.shape.head_dim(), TileBuffers::Two);
+        let fits = bytes <= self.capabilities.limits.workgroup_memory as usize;
+        if fits { TileBuffers::Two } else { TileBuffers::One }
+    }
+
     /// The kernel, if the items have more queries than `attend` takes.
     pub(super) fn attend_run(&self) -> Option<AttendRecipe> {
         let (rows, codes) = (self.run_rows()?, self.run_codes()?);
-        let ([keys, values], arrivals) = (codes, RunArrivals::of(codes));
+        let ([keys, values], buffers) = (codes, self.tile_buffers(rows));
         let mut work = self.work(self.head_split());
         work.queries = self.run_queries(rows);
         let key_vector = TileLayout::of(&self.format.key, self.shape.head_dim()).key_vector();
         let rotation = self.format.value.rotation();
-        Some(AttendRecipe::Run { work, rows, keys, key_vector, values, rotation, arrivals })
+        Some(AttendRecipe::Run { work, rows, keys, key_vector, values, rotation, buffers })
     }
 
     /// The kernel that prepares its queries of `input` elements.
@@ -190,27 +195,12 @@ impl RunRows {
     }
 
     /// Workgroup memory of the kernel, as the shader declares it.
-    const fn workgroup_bytes(self, head_dim: usize, arrivals: RunArrivals) -> usize {
-        let keys = arrivals.key_steps() * STEP_TOKENS * (head_dim / 4 + 2) * 8;
+    const fn workgroup_bytes(self, head_dim: usize, buffers: TileBuffers) -> usize {
+        let keys = STEP_TOKENS * (head_dim / 4 + 2) * 8;
         let values = head_dim * 6 * 8;
-        // A row of scores, one of weights, and a factor.
-        let rows = self.rows() * (5 * 16 + 6 * 8 + 4);
-        MAX_TILES * 4 + keys + values + rows + 64
-    }
-}
-
-impl RunArrivals {
-    /// The decision depends on the loads of a lane: one word or four of keys and of values.
-    fn of(codes: [RunCodes; 2]) -> Self {
-        if codes == [RunCodes::F16; 2] { Self::ByTurns } else { Self::Ahead }
-    }
-
-    /// Number of steps that keys have room for: `KEY_STEPS` of the shaders.
-    const fn key_steps(self) -> usize {
-        match self {
-            Self::ByTurns => 1,
-            Self::Ahead => 2,
-        }
+        let scores = self.subgroups * BLOCK_ROWS * 5 * 16;
+        let weights = self.rows() * 6 * 8;
+        MAX_TILES * 4 + buffers.count() * (keys + values) + scores + weights
     }
 }
 
@@ -299,8 +289,8 @@ mod tests {
                     .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
                     .map(|(_, variable)| layouter[variable.ty].size)
                     .sum();
-                let arrivals = RunArrivals::of(special.run_codes().unwrap());
-                assert_eq!(declared as usize, rows.workgroup_bytes(head_dim, arrivals), "{format} {queries}");
+                let buffers = special.tile_buffers(rows);
+                assert_eq!(declared as usize, rows.workgroup_bytes(head_dim, buffers), "{format} {queries}");
                 let prepare = special.prepare_run_query(ElementType::F16).source().unwrap();
                 naga::front::wgsl::parse_str(&prepare.wgsl)
                     .unwrap_or_else(|error| panic!("{}", error.emit_to_string(&prepare.wgsl)));

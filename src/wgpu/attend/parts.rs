@@ -2,7 +2,7 @@
 
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
-    Logits, Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges,
+    Logits, Merge, QueryFields, QueryMemory, RunCodes, RunRows, Scores, SignedBytes, Sums, TileBuffers, ValueRanges,
     Values, Work,
 };
 use crate::format::{Bits, Direction};
@@ -31,19 +31,16 @@ impl AttendRecipe {
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
-            Self::Run { work, rows, keys, key_vector, values, rotation, arrivals } => {
+            Self::Run { work, rows, keys, key_vector, values, rotation, buffers } => {
                 let variant = rows.put(work.put(Variant::new(&SHADERS, "attend_run"))).with_f16().with_matrices();
                 let variant = put_run_codes(variant, [*keys, *values], *key_vector);
-                let variant = match rotation {
+                let variant = variant.constant("TILE_BUFFERS", buffers.count());
+                match rotation {
                     None => variant,
                     Some(rotation) => {
                         let turn = DirectedRotation { rotation: *rotation, direction: Direction::Inverse };
                         with_turn(variant.import("run_outputs", "attend/run_outputs.wgsl#rotated"), turn, work.head_dim)
                     }
-                };
-                match arrivals {
-                    RunArrivals::ByTurns => variant,
-                    RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals.wgsl#ahead"),
                 }
             }
             Self::Scores { work, scores } => scores.put(work.put(Variant::new(&SHADERS, "scores"))),
@@ -81,6 +78,15 @@ impl Logits {
             .constant("CAPPED", soft_cap.is_some().into())
             .constant("MASKED", mask as usize)
             .float("SOFT_CAP", soft_cap.unwrap_or(1.0))
+    }
+}
+
+impl TileBuffers {
+    pub(super) const fn count(self) -> usize {
+        match self {
+            Self::One => 1,
+            Self::Two => 2,
+        }
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) enum AttendRecipe {
         key_vector: usize,
         values: RunCodes,
         rotation: Option<Rotation>,
-        arrivals: RunArrivals,
+        buffers: TileBuffers,
     },
     /// `scores`: stores the scores of keys.
     Scores { work: Work, scores: Scores },
@@ -82,13 +82,12 @@ pub(crate) enum RunCodes {
     Levels(Bits, f32),
 }
 
-/// Slot `run_arrivals`: when loads are stored to workgroup memory.
+/// Steps whose keys and values have room in the workgroup memory of `attend_run`: `TILE_BUFFERS` of the shader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RunArrivals {
-    /// Half of the subgroups store before they compute their weights, the others after.
-    ByTurns,
-    /// Everything is loaded a step ahead.
-    Ahead,
+pub(crate) enum TileBuffers {
+    /// Before the next ones are stored, all subgroups wait for each other once more.
+    One,
+    Two,
 }
 
 /// How lanes exchange numbers.
