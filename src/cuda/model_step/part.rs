@@ -27,6 +27,8 @@ pub(in crate::cuda) struct PartClass {
     begins: bool,
     /// Whether attention may overlap with the storing kernels.
     beside: bool,
+    /// Whether every sequence decodes one token, which attention itself stores.
+    stores: bool,
     table: WriteMemory,
     plan: AttendStep,
     scratch: AttendScratch,
@@ -58,6 +60,24 @@ impl ModelLaunches {
         of_layer(&self.attention, place)
     }
 
+    /// Launches attention that stores the tokens of the step itself, and what is launched before it. The tensors are
+    /// keys and values, then queries and output.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
+    pub(in crate::cuda) fn store_and_attend(
+        &self,
+        place: usize,
+        stream: &Arc<CudaStream>,
+        tensors: Option<[[&Tensor; 2]; 2]>,
+    ) -> Result<()> {
+        let (rows, attended) = (tensors.map(|of| of[0]), tensors.map(|of| of[1]));
+        match self.store(place)?.launch_before_append(stream, rows)? {
+            Some(append) => self.attention(place)?.launch_storing(stream, append, attended),
+            None => Ok(()),
+        }
+    }
+
     /// Whether some layer has queries that see no token.
     pub(in crate::cuda) fn write_unseen_rows(&self) -> bool {
         self.attention.iter().any(BoundAttendStep::writes_unseen_rows)
@@ -70,13 +90,15 @@ pub(in crate::cuda) struct PlannedPart {
     pub(super) plan: AttendStep,
     /// Whether a sequence of a centred recipe begins with it.
     pub(super) begins: bool,
+    /// Whether it decodes one token of every sequence, in the order of the queries, all into one store.
+    pub(super) decodes: bool,
 }
 
 impl BoundClass for PartClass {
     type Planned = PlannedPart;
 
     fn serves(&self, planned: &PlannedPart) -> bool {
-        self.begins == planned.begins && planned.plan.is_bound_like(&self.plan)
+        self.begins == planned.begins && (planned.decodes || !self.stores) && planned.plan.is_bound_like(&self.plan)
     }
 
     fn take_on(&mut self, planned: PlannedPart) {
@@ -92,7 +114,7 @@ impl PartClass {
     pub(super) fn bind(
         (backend, tensors): (&Cuda, &StepTensors<Tensor>),
         (part, layers): (&OpenStep<'_, Store, NonFiniteFlags>, &[usize]),
-        PlannedPart { plan, begins }: PlannedPart,
+        PlannedPart { plan, begins, decodes }: PlannedPart,
         (others, number): (&BoundParts<Self>, u64),
     ) -> Result<Self> {
         let layout = part.table.layout();
@@ -120,16 +142,19 @@ impl PartClass {
         }
         let beside = plan.begins_beside_storing(backend.kernels().facts())
             && launches.stores.iter().all(BoundStoreStep::appends);
-        Ok(Self { number, begins, beside, table, plan, scratch, tables, launches: Arc::new(launches) })
+        let both = || launches.attention.iter().zip(&launches.stores);
+        let stores = beside && decodes && both().all(|(of, stores)| of.stores() && stores.last_append().is_some());
+        Ok(Self { number, begins, beside, stores, table, plan, scratch, tables, launches: Arc::new(launches) })
     }
 
-    /// Queues the tables of a step that it serves.
+    /// Queues the tables of a step that it serves. An upload is last: kernels behind it find all that was queued before
+    /// complete, those too that begin before the kernels before them end.
     ///
     /// # Errors
     /// Errors of the driver from a copy.
     pub(super) fn write(&mut self, stream: &Arc<CudaStream>, table: &WriteTable) -> Result<()> {
-        self.table.write(stream, table)?;
-        self.tables.write(&self.plan, self.beside.then_some(table))
+        self.tables.write(&self.plan, self.beside.then_some(table))?;
+        self.table.write(stream, table)
     }
 
     /// Its number, which no other class has.
@@ -140,6 +165,11 @@ impl PartClass {
     /// Whether attention may overlap with the storing kernels.
     pub(in crate::cuda) const fn beside(&self) -> bool {
         self.beside
+    }
+
+    /// Whether attention itself stores the tokens of the step.
+    pub(in crate::cuda) const fn stores(&self) -> bool {
+        self.stores
     }
 
     /// The step that it serves.
