@@ -1,6 +1,6 @@
-// A warp stores a row of a step: reads it, rotates it if the format does, computes and stores its ranges, and writes the
-// bytes of the tile that belong to it (common/put_row.cuh). Elements that cannot be stored count as 0, and the token is
-// flagged. Where the store has centres, the centre of the sequence is subtracted from keys before they are rotated.
+// A warp stores a row of a step: reads it, rotates it if the format does, computes and stores its ranges, and writes
+// the bytes of the tile that belong to it (common/put_row.cuh). Elements that cannot be stored count as 0, and the token
+// is flagged. Where the store has centres, the centre of the sequence is subtracted from keys before they are rotated.
 
 #pragma once
 

@@ -95,8 +95,8 @@ impl StepLaunches {
         self.attend_as(stream, layer, [queries, output], false)
     }
 
-    /// Stores and attends in a row, which overlaps where the device can: see [`WrittenStep::launch`]. Where a step decodes
-    /// one token of every sequence, one kernel may do both, to the same bits of the cache.
+    /// Stores and attends in a row, which overlaps where the device can: see [`WrittenStep::launch`]. Where a step
+    /// decodes one token of every sequence, one kernel may do both, to the same bits of the cache.
     ///
     /// # Errors
     /// As [`StepLaunches::store`].

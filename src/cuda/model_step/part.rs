@@ -16,6 +16,7 @@ use crate::cuda::device::tensor::Tensor;
 use crate::cuda::pack::non_finite_flags::NonFiniteFlags;
 use crate::cuda::pack::store_step::{BoundStoreStep, StoreStep};
 use crate::cuda::pack::write_memory::WriteMemory;
+use crate::cuda::table_upload::TableUpload;
 use crate::plan::WriteTable;
 
 /// The resources that all steps of one class use in a part. Scratch memory and the memory of the step's table are
@@ -147,14 +148,13 @@ impl PartClass {
         Ok(Self { number, begins, beside, stores, table, plan, scratch, tables, launches: Arc::new(launches) })
     }
 
-    /// Queues the tables of a step that it serves. An upload is last: kernels behind it find all that was queued before
-    /// complete, those too that begin before the kernels before them end.
+    /// Adds the tables of a step that it serves to what the step uploads.
     ///
     /// # Errors
-    /// Errors of the driver from a copy.
-    pub(super) fn write(&mut self, stream: &Arc<CudaStream>, table: &WriteTable) -> Result<()> {
-        self.tables.write(&self.plan, self.beside.then_some(table))?;
-        self.table.write(stream, table)
+    /// Those of tables that are not of this class.
+    pub(super) fn stage(&mut self, table: &WriteTable, upload: &mut TableUpload) -> Result<()> {
+        self.table.stage(table, upload)?;
+        self.tables.stage(&self.plan, self.beside.then_some(table), upload)
     }
 
     /// Its number, which no other class has.
