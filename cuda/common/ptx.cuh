@@ -157,6 +157,13 @@ __device__ __forceinline__ void copy_bulk_shared(u32 to, const void* from, u32 b
 #endif
 }
 
+// What this thread wrote to global memory is there for the copy engine, if a barrier of the block comes before a copy.
+__device__ __forceinline__ void global_visible_to_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 // Lets the next kernel of the stream begin, if it was launched with programmatic serialisation.
 __device__ __forceinline__ void admit_later_kernels() {
 #if __CUDA_ARCH__ >= 900

@@ -19,6 +19,7 @@ files![
     "attend_run_pipelined.cu",
     "centre_keys.cu",
     "code_rows.cu",
+    "common/append_row.cuh",
     "common/attend_call.cuh",
     "common/calibration.cuh",
     "common/code_range.cuh",
