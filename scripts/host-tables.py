@@ -69,23 +69,42 @@ def throughput(name):
     return table(header, lines)
 
 
-def budgets(names):
+def budgets(name):
     """Budgets one below the other: 1 bit against f16."""
     lines = []
-    for name in names:
-        report = json.loads((FOLDER / f"{name}.json").read_text())
-        first, last = report["rows"][0], report["rows"][-1]
+    for first, last in by_budget(name):
         kernels = first["same_batch_ms"] / last["same_batch_ms"]
         decoded = last["decoded_per_second"] / first["decoded_per_second"]
-        budget = int(report["model"].split(", ")[-1].split()[0]) // 1024
+        served = first["tokens_per_second"] and last["tokens_per_second"]
         lines.append([
-            f"{budget} GiB", str(first["batch"]), number(first["step_ms"]), str(last["batch"]), number(last["step_ms"]),
+            gib(first), str(first["batch"]), f"{first['decoded_per_second']:.0f}", str(last["batch"]),
             f"{last['decoded_per_second']:.0f}", number(decoded), number(kernels), number(decoded / kernels),
-            number(last["tokens_per_second"] / first["tokens_per_second"]),
+            number(last["tokens_per_second"] / first["tokens_per_second"] if served else None),
         ])  # fmt: skip
-    header = ["cache", "f16 batch", "step ms", "1 bit batch", "step ms", "decoded tokens/s", "×", "of kernels",
-              "of the batch", "whole queue ×"]  # fmt: skip
+    header = ["cache", "f16 batch", "tokens/s", "1 bit batch", "tokens/s", "×", "of kernels", "of the batch",
+              "whole queue ×"]  # fmt: skip
     return table(header, lines)
+
+
+def by_budget(name):
+    """The rows of f16 and of the last recipe under every budget."""
+    rows = rows_of(name)
+    budgets = dict.fromkeys(row["memory_mib"] for row in rows)
+    return [[of for of in rows if of["memory_mib"] == budget][:: len(recipes_of(rows)) - 1] for budget in budgets]
+
+
+def gib(row):
+    return f"{row['memory_mib'] / 1024:.4g} GiB"
+
+
+def budget_sums(name):
+    """What steps under the budgets are made of."""
+    lines = []
+    for row in (row for pair in by_budget(name) for row in pair):
+        step, device, attention = row["step_ms"], row["device_ms"], row["attention_ms"]
+        times = map(number, (step, attention, device - attention, step - device))
+        lines.append([gib(row), row["recipe"], str(row["batch"]), *times])
+    return table(["cache", "recipe", "batch", "step ms", "attention", "rest of the model", "host"], lines)
 
 
 def policy(name):
@@ -124,9 +143,10 @@ def tables():
     yield parts("decode-8b-w4", [(1, 1024), (8, 32768), (64, 8192)], [*some, "kivi:2"])
     yield rates("decode-smollm2", batches, [1024, 4096, 8000])
     yield parts("decode-smollm2", [(1, 1024), (64, 8000)], some)
-    yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g", "20g-w4"))
-    yield budgets([f"throughput-7b-{budget}" for budget in ("10g", "20g", "40g")])
-    policies = ("latency-7b", "latency-7b-w4", "latency-7b-32k-w4", "latency-8b", "lookm-13b")
+    yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g-w4"))
+    yield from (budgets(f"throughput-7b-{prompt}") for prompt in ("8960", "17920", "140gb-w4"))
+    yield budget_sums("throughput-7b-8960")
+    policies = ("latency-7b", "latency-7b-w4", "latency-7b-32k-w4", "latency-7b-2k-w4", "latency-8b", "lookm-13b")
     yield from (policy(name) for name in policies)
     yield context("context-7b")
 

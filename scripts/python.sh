@@ -110,7 +110,7 @@ case "${1:-all}" in
         tools
         environment hf numpy pytest torch transformers
         wheel release
-        tests hf test_hf.py test_ops.py
+        tests hf test_hf.py test_ops.py test_dataloader.py
         ;;
     *)
         echo "usage: scripts/python.sh [tools | release | lint | sdist | hf]" >&2

@@ -109,7 +109,7 @@ class _Held:
             self.begin(plan, keys, query, mask)
         elif self.tokens != query.shape[2] or len(self.slots) != query.shape[0]:
             raise kvpack.Error(f"layer {layer} follows no layer 0 of the same forward pass")
-        outputs = self.of_layer(layer, keys.detach(), values.detach(), query.detach())
+        outputs = self.of_layer(layer, _no_gradient(keys), _no_gradient(values), _no_gradient(query))
         if layer + 1 == len(plan.windows):
             if self.step is not None:
                 self.step.commit()
@@ -121,7 +121,10 @@ class _Held:
     def of_layer(self, layer, keys, values, query):
         batch, heads, tokens, channels = query.shape
         if all(count == tokens for count in self.new):
-            rows = lambda x: x.transpose(1, 2).reshape(-1, x.shape[1], channels).contiguous()
+            if tokens == 1:  # each call of PyTorch takes the host as long as a kernel's launch
+                rows = lambda x: x if (x := x.squeeze(2)).is_contiguous() else x.contiguous()
+            else:
+                rows = lambda x: x.transpose(1, 2).reshape(-1, x.shape[1], channels).contiguous()
             packed = self.step.store_attend(layer, rows(keys), rows(values), rows(query))
             return packed.view(batch, tokens, heads, channels)
         outputs = query.new_zeros(batch, tokens, heads, channels)
@@ -330,6 +333,10 @@ def _device_of(device):
         return {"device": str(device)}
     stream = torch.cuda.current_stream(device)
     return {"device": f"cuda:{stream.device_index}", "stream": stream.cuda_stream}
+
+
+def _no_gradient(tensor):
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _mask(*args, attention_mask=None, use_vmap=False, **kwargs):

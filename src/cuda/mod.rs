@@ -14,7 +14,7 @@
 //! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
 //! | `key_mean`, `key_mean_of_step`, `centre_keys`, `uncentre_keys` | `key_mean.cu`, and of the same names | the centre of a sequence's keys, of rows of a call or of a step; rows less their centre, and with it again |
 //! | `append`, `copy_page`, `pack_windows` | of the same names | what a step stores, by a table on the device: single tokens, copies of shared pages, full pages of f16 packed |
-//! | `page_addresses` | of the same name | where the pages of a step lie in every layer's stores |
+//! | `step_tables` | of the same name | brings the tables of a step to its parts, and finds where its pages lie in every layer's stores |
 //! | `dequantize`, `find_non_finite` | of the same names | dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `attend_run` | `attend_run.cu`, `merge_run.cu` | the same for up to 256 rows of queries and query heads of a run; a launch of its own merges |
@@ -67,6 +67,7 @@ mod rank_end;
 mod select;
 mod sources;
 mod step_launches;
+mod table_upload;
 
 pub use attend::attend_step::{AttendStep, AttendTensors};
 pub use attend::launch::BoundAttendStep;

@@ -7,13 +7,13 @@ use part::{PartClass, PlannedPart};
 use written::PackedParts;
 
 use super::attend::attend_step::AttendStep;
-use super::attend::model_tables::{ModelTables, PAGE_ADDRESSES};
 use super::attend::prepare::prepare;
 use super::backend::Cuda;
 use super::device::store::Store;
 use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
 use super::pack::store_step::StoreStep;
+use super::table_upload::TableUpload;
 use crate::Result;
 use crate::backend::{BoundParts, OpenStep, StepClasses, StepKind, StepKinds, StepLayers, StepTensors};
 use crate::plan::{QueryLayout, RowLayout};
@@ -27,8 +27,8 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 
 /// The steps of a model's layers, on the engine's stream.
 ///
-/// [`ModelStep::write`] takes the open step of a cache, with all its parts, and queues two small tables for every part.
-/// A step has one part where layers share their page tables, and as many as layers once they hold different numbers of
+/// [`ModelStep::write`] takes the open step of a cache, with all its parts, and queues two small tables for every part,
+/// all of them in one copy. A step has one part where layers share their page tables, and as many as layers once they hold different numbers of
 /// tokens ([`ModelCache::open_steps`](crate::cache::ModelCache::open_steps)); layers of different shapes need a
 /// `ModelStep` each. Its result launches every layer between the engine's own kernels. Launches read their work from
 /// the tables, so a graph that captured them all can be replayed while sequences grow. Kernels, scratch and tables last
@@ -79,6 +79,7 @@ pub struct ModelStep {
     tensors: StepTensors<Tensor>,
     bound: BoundParts<PartClass>,
     classes: StepClasses,
+    upload: TableUpload,
 }
 
 impl ModelStep {
@@ -89,7 +90,7 @@ impl ModelStep {
     pub fn new(backend: &Cuda, rows: RowLayout, layers: Vec<LayerTensors>) -> Result<Self> {
         let bound = BoundParts::new(layers.len(), 1);
         let (tensors, classes) = (StepTensors::new(rows, layers)?, StepClasses::default());
-        Ok(Self { backend: backend.clone(), tensors, bound, classes })
+        Ok(Self { backend: backend.clone(), tensors, bound, classes, upload: TableUpload::default() })
     }
 
     /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
@@ -145,8 +146,8 @@ impl ModelStep {
     /// # Errors
     /// As [`ModelStep::prepare`].
     pub fn prepare_chunks(&self, of: impl StepKinds, longest: usize) -> Result<()> {
-        let page_addresses = ModelTables::program();
-        self.backend.kernels().function(&page_addresses, PAGE_ADDRESSES)?;
+        let (program, kernel) = TableUpload::kernel();
+        self.backend.kernels().function(&program, kernel)?;
         for StepKind { layout, stores, attention, .. } in of.step_kinds() {
             StoreStep::new(layout).prepare(&self.backend)?;
             prepare(&self.backend, layout.shape(), (stores, attention), longest)?;
@@ -154,8 +155,8 @@ impl ModelStep {
         Ok(())
     }
 
-    /// Takes the parts of a step and queues their tables on the stream: once for all layers of a part, before they or a
-    /// graph of them are launched. The call itself must not be captured. If something must be bound again, it allocates
+    /// Takes the parts of a step and queues their tables on the stream: a copy and a small kernel for all parts, before
+    /// they or a graph of them are launched. The call itself must not be captured. If something must be bound again, it allocates
     /// memory, and compiles kernels that are missing.
     ///
     /// # Errors
@@ -169,15 +170,17 @@ impl ModelStep {
         let plans = parts.iter().zip(by_part.iter()).map(|(part, layers)| self.plan_part(part, layers));
         let plans = plans.collect::<Result<Vec<_>>>()?;
         let mut bound_anew = false;
+        self.upload.clear();
         for ((part, layers), planned) in parts.iter().zip(by_part.iter()).zip(plans) {
-            let Self { backend, tensors, bound, classes } = self;
+            let Self { backend, tensors, bound, classes, upload } = self;
             bound_anew |= bound.serve((part, layers[0]), planned, |bound, planned| {
                 PartClass::bind((&*backend, &*tensors), (part, layers), planned, (bound, classes.give()))
             })?;
             if let Some(bound) = bound.newest_mut(layers[0]) {
-                bound.class.write(backend.stream(), part.table)?;
+                bound.class.stage(part.table, upload)?;
             }
         }
+        self.upload.send(&self.backend)?;
         let numbers =
             by_part.iter().filter_map(|layers| self.bound.newest(layers[0])).map(|bound| bound.class.number());
         let class = self.classes.of_step(numbers.collect());

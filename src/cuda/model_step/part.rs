@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::CudaStream;
-
 use crate::Result;
 use crate::backend::{BoundClass, BoundPart, BoundParts, OpenStep, StepTensors, of_layer};
 use crate::cuda::attend::attend_step::AttendStep;
@@ -16,6 +14,7 @@ use crate::cuda::device::tensor::Tensor;
 use crate::cuda::pack::non_finite_flags::NonFiniteFlags;
 use crate::cuda::pack::store_step::{BoundStoreStep, StoreStep};
 use crate::cuda::pack::write_memory::WriteMemory;
+use crate::cuda::table_upload::TableUpload;
 use crate::plan::WriteTable;
 
 /// The resources that all steps of one class use in a part. Scratch memory and the memory of the step's table are
@@ -123,13 +122,13 @@ impl PartClass {
         Ok(Self { number, begins, beside, table, plan, scratch, tables, launches: Arc::new(launches) })
     }
 
-    /// Queues the tables of a step that it serves.
+    /// Adds the tables of a step that it serves to what the step uploads.
     ///
     /// # Errors
-    /// Errors of the driver from a copy.
-    pub(super) fn write(&mut self, stream: &Arc<CudaStream>, table: &WriteTable) -> Result<()> {
-        self.table.write(stream, table)?;
-        self.tables.write(&self.plan, self.beside.then_some(table))
+    /// Those of tables that are not of this class.
+    pub(super) fn stage(&mut self, table: &WriteTable, upload: &mut TableUpload) -> Result<()> {
+        self.table.stage(table, upload)?;
+        self.tables.stage(&self.plan, self.beside.then_some(table), upload)
     }
 
     /// Its number, which no other class has.

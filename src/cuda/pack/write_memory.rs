@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use crate::cuda::device::memory::Memory;
+use crate::cuda::table_upload::TableUpload;
 use crate::plan::{TableSection, WriteLayout, WriteTable};
 use crate::{Error, Result};
 
@@ -40,6 +41,15 @@ impl WriteMemory {
     pub fn write(&self, stream: &Arc<CudaStream>, table: &WriteTable) -> Result<()> {
         table.check_layout(&self.layout)?;
         self.table.write(stream, "table of a step", 0, bytemuck::cast_slice(table.words()))
+    }
+
+    /// Adds a table to what a step uploads, instead of writing it.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the table belongs to another layout.
+    pub(in crate::cuda) fn stage(&self, table: &WriteTable, upload: &mut TableUpload) -> Result<()> {
+        table.check_layout(&self.layout)?;
+        upload.copy(bytemuck::cast_slice(table.words()), 0, (&self.table, 0))
     }
 
     /// The layout.

@@ -4,14 +4,16 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use kvpack::backend::Backend;
 use kvpack::cache::{Appended, Budget, Growth, ModelCache, StoreRoom, TokenRun};
 use kvpack_serving::{Figures, Prompt, Request, Scheduler, Settings};
 use pollster::block_on;
 use serde::Serialize;
 
-use super::{Common, VOCABULARY, report};
-use crate::attention::Steps as _;
-use crate::filled::{self, Contexts};
+use super::report::{self, ms};
+use super::{Common, VOCABULARY};
+use crate::attention::Steps;
+use crate::filled::{self, Contexts, StepTime};
 use crate::host::Host;
 use crate::rig::Rig;
 
@@ -20,9 +22,9 @@ use crate::rig::Rig;
 pub struct ThroughputArgs {
     #[command(flatten)]
     common: Common,
-    /// MiB that the cache may take.
-    #[arg(long, default_value_t = 5120)]
-    memory_mib: u64,
+    /// MiB that the cache may take; several budgets one after the other.
+    #[arg(long, value_delimiter = ',', default_value = "5120")]
+    memory_mib: Vec<u64>,
     /// How keys and values are stored; the first is what the others are compared with.
     #[arg(
         long,
@@ -45,30 +47,42 @@ pub struct ThroughputArgs {
     /// The most requests at a time.
     #[arg(long, default_value_t = 256)]
     most: usize,
+    /// The largest budget whose queue is served; of larger ones only steps without prompts are measured.
+    #[arg(long, value_name = "MIB", default_value_t = u64::MAX)]
+    served_mib: u64,
 }
 
 /// What came of a recipe.
 #[derive(Clone, Debug, Serialize)]
 struct Row {
+    /// MiB of the budget.
+    memory_mib: u64,
     recipe: String,
     /// Bytes that one request needs at its end.
     bytes_of_request: u64,
     /// Requests that the budget holds at a time.
     batch: usize,
     /// Generated tokens per second over the whole queue, prompts included.
-    tokens_per_second: f64,
-    /// Milliseconds of a step without prompts, over contexts of random keys and values.
-    step_ms: f64,
+    tokens_per_second: Option<f64>,
+    /// A step without prompts, over contexts of random keys and values.
+    #[serde(flatten)]
+    time: StepTime,
     /// Generated tokens per second in such steps.
     decoded_per_second: f64,
     /// Milliseconds of a step at the batch of the first recipe.
     same_batch_ms: f64,
-    figures: Figures,
+    figures: Option<Figures>,
+}
+
+/// What the budget holds of a recipe.
+struct Held<B: Backend> {
+    cache: ModelCache<B>,
+    bytes_of_request: u64,
 }
 
 impl ThroughputArgs {
-    fn memory_mib(&self) -> u64 {
-        if self.common.quick { 6 } else { self.memory_mib }
+    fn budgets(&self) -> Vec<u64> {
+        if self.common.quick { vec![6] } else { self.memory_mib.clone() }
     }
 
     fn output(&self) -> usize {
@@ -77,25 +91,26 @@ impl ThroughputArgs {
 
     pub fn run<R: Rig>(&self, rig: &R) -> Result<()> {
         let model = self.common.model(rig)?;
-        let name = format!("{}, {} MiB of cache", model.config.name, self.memory_mib());
+        let budgets = self.budgets();
+        let listed: Vec<String> = budgets.iter().map(u64::to_string).collect();
+        let name = format!("{}, {} MiB of cache", model.config.name, listed.join(" and "));
         let steps = rig.steps(&model, model.config.layers, self.most + self.parts * self.chunk)?;
         let mut host = Host::new(model, steps).without_end();
         report::heading(rig, "throughput", &name);
         println!("prompts of {} tokens, {} generated\n", self.prompt, self.output());
         println!(
-            "| recipe | MiB a request | batch | tokens/s | × | decoded/s | × | of kernels | of the batch | step ms \
-             | ms to first p50 |"
+            "| MiB | recipe | MiB a request | batch | tokens/s | × | decoded/s | × | of kernels | of the batch | step ms \
+             | attention ms | rest ms | host ms | ms to first p50 |"
         );
-        println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |");
+        println!("| ---: | --- | {}", "---: | ".repeat(13).trim_end());
         let mut rows: Vec<Row> = Vec::new();
-        for recipe in &self.recipes {
-            let mut row = self.row(rig, &mut host, recipe)?;
-            row.step_ms = self.decoded(rig, &mut host, recipe, row.batch)?;
-            row.decoded_per_second = row.batch as f64 / row.step_ms * 1e3;
-            let first = rows.first().map_or(row.batch, |of| of.batch);
-            row.same_batch_ms = self.decoded(rig, &mut host, recipe, first)?;
-            print(&row, rows.first().unwrap_or(&row));
-            rows.push(row);
+        for memory_mib in budgets {
+            let before = rows.len();
+            for recipe in &self.recipes {
+                let row = self.row(rig, &mut host, (memory_mib, recipe), rows.get(before))?;
+                print(&row, rows.get(before).unwrap_or(&row));
+                rows.push(row);
+            }
         }
         let plot = || {
             let of = |row: &Row| ("decoded".to_owned(), row.batch as f64, row.decoded_per_second);
@@ -104,15 +119,79 @@ impl ThroughputArgs {
         report::write(rig, &self.common, ("throughput", &name), &rows, plot)
     }
 
-    /// Milliseconds of a step without prompts, at this number of sequences.
-    fn decoded<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str, sequences: usize) -> Result<f64> {
-        const STEPS: usize = 8;
-        let of = Contexts { sequences, tokens: self.prompt, more: STEPS + 8 };
-        let mut cache = filled::filled(rig, host, &recipe.parse()?, of, None)?;
-        Ok(filled::decode(rig, host, &mut cache, STEPS)?.step_ms)
+    /// A recipe under a budget, whose first recipe came before.
+    fn row<R: Rig>(
+        &self,
+        rig: &R,
+        host: &mut Host<R::Steps>,
+        (memory_mib, recipe): (u64, &String),
+        first: Option<&Row>,
+    ) -> Result<Row> {
+        let Held { cache, bytes_of_request } = self.held(rig, host, (memory_mib, recipe))?;
+        let batch = cache.sequences();
+        let figures = match memory_mib <= self.served_mib {
+            true => Some(self.serve(host, cache, (batch, self.output()))?),
+            false => {
+                drop(cache); // what is measured next needs the memory
+                None
+            }
+        };
+        let preempted = figures.as_ref().map_or(0, |figures| figures.preemptions);
+        ensure!(preempted == 0, "{batch} requests of {recipe} did not fit at a time: {preempted} were preempted");
+        let time = self.decoded(rig, host, recipe, batch)?;
+        let same_batch_ms = match first.filter(|first| first.batch != batch) {
+            Some(first) => self.decoded(rig, host, recipe, first.batch)?.step_ms,
+            None => time.step_ms,
+        };
+        Ok(Row {
+            memory_mib,
+            recipe: recipe.clone(),
+            bytes_of_request,
+            batch,
+            tokens_per_second: figures.as_ref().map(|figures| figures.tokens_per_second),
+            decoded_per_second: batch as f64 / time.step_ms * 1e3,
+            time,
+            same_batch_ms,
+            figures,
+        })
     }
 
-    fn row<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str) -> Result<Row> {
+    /// A step without prompts, at this number of sequences.
+    fn decoded<R: Rig>(&self, rig: &R, host: &mut Host<R::Steps>, recipe: &str, sequences: usize) -> Result<StepTime> {
+        const STEPS: usize = 16;
+        let of = Contexts { sequences, tokens: self.prompt, more: STEPS + 8 };
+        let mut cache = filled::filled(rig, host, &recipe.parse()?, of, None)?;
+        filled::decode(rig, host, &mut cache, STEPS)
+    }
+
+    /// Serves some requests that have all arrived, with this many tokens to generate for each.
+    fn serve<B: Backend + Clone, S: Steps<B>>(
+        &self,
+        host: &mut Host<S>,
+        cache: ModelCache<B>,
+        (requests, output): (usize, usize),
+    ) -> Result<Figures> {
+        let request = |at: usize| {
+            let prompt = Prompt::Length { tokens: self.prompt, shared: 0, seed: at + 1 };
+            let prompt = prompt.drawn(VOCABULARY as u32).unwrap_or_default();
+            Request { arrival: Duration::ZERO, prompt, output }
+        };
+        let sequences = cache.sequences();
+        let settings =
+            Settings { sequences, prefixes: 0, rows: sequences + self.parts * self.chunk, chunk: self.chunk };
+        let requests = (0..requests).map(request).collect();
+        let served = Scheduler::new(cache, settings, requests)?.serve(host, |_| {})?;
+        host.steps().forget()?;
+        Ok(served.figures)
+    }
+
+    /// A cache for as many requests as the budget holds, with memory for all of them.
+    fn held<R: Rig>(
+        &self,
+        rig: &R,
+        host: &mut Host<R::Steps>,
+        (memory_mib, recipe): (u64, &str),
+    ) -> Result<Held<R::Backend>> {
         let backend = rig.backend();
         let mut layers = host.model().config.cache_layers(&recipe.parse()?)?;
         if recipe.starts_with("calibquant") {
@@ -121,75 +200,58 @@ impl ThroughputArgs {
                 *of_layer = of_layer.clone().with_appended(Appended::Keep);
             }
         }
-        let mut serve = |cache: ModelCache<R::Backend>, (requests, output): (usize, usize)| -> Result<Figures> {
-            let request = |at: usize| {
-                let prompt = Prompt::Length { tokens: self.prompt, shared: 0, seed: at + 1 };
-                let prompt = prompt.drawn(VOCABULARY as u32).unwrap_or_default();
-                Request { arrival: Duration::ZERO, prompt, output }
-            };
-            let sequences = cache.sequences();
-            let settings =
-                Settings { sequences, prefixes: 0, rows: sequences + self.parts * self.chunk, chunk: self.chunk };
-            let requests = (0..requests).map(request).collect();
-            let served = Scheduler::new(cache, settings, requests)?.serve(host, |_| {})?;
-            host.steps().forget()?;
-            Ok(served.figures)
-        };
         // One request alone says which pages each needs; a part of a prompt lies in f16 besides until it is packed.
         let cache = ModelCache::new(backend, &layers, 1)?;
         let part = cache.room_for_append(0, &[TokenRun::prompt(0, self.chunk.min(self.prompt))])?;
-        let alone = serve(cache.with_budget(Budget::unlimited().growing(Growth::Exact)), (1, self.output()))?.pages;
-        let memory = self.memory_mib() << 20;
-        let budget = Budget::of_bytes(memory).growing(Growth::None);
-        let mut batch = usize::try_from(memory / alone.most_in_use_bytes.max(1))?.min(self.most);
+        let exact = Budget::unlimited().growing(Growth::Exact);
+        let alone = self.serve(host, cache.with_budget(exact), (1, self.output()))?.pages;
         // Kernels for steps of several prompts are compiled before anything is timed.
         let several = ModelCache::new(backend, &layers, self.parts + 1)?;
-        serve(several.with_budget(Budget::unlimited().growing(Growth::Doubling)), (self.parts + 1, 4))?;
-        let cache = loop {
-            ensure!(batch > 0, "{} MiB hold no request of {recipe}", self.memory_mib());
+        let doubling = Budget::unlimited().growing(Growth::Doubling);
+        self.serve(host, several.with_budget(doubling), (self.parts + 1, 4))?;
+        let memory = memory_mib << 20;
+        let budget = Budget::of_bytes(memory).growing(Growth::None);
+        let mut batch = usize::try_from(memory / alone.most_in_use_bytes.max(1))?.min(self.most);
+        // Where there is one store, parts of prompts lie in it from the start.
+        let packs = alone.most_by_store.len() > 1;
+        loop {
+            ensure!(batch > 0, "{memory_mib} MiB hold no request of {recipe}");
             // Every part of a prompt may have ranges of its own.
             let spans = self.prompt.div_ceil(self.chunk);
             let room = |(store, &pages): (usize, &usize)| {
-                let staged = if store == 0 { part[0].pages * self.parts.min(batch) } else { 0 };
+                let staged = if packs && store == 0 { part[0].pages * self.parts.min(batch) } else { 0 };
                 StoreRoom { pages: batch * pages + staged, spans: batch * spans }
             };
             let rooms: Vec<StoreRoom> = alone.most_by_store.iter().enumerate().map(room).collect();
             let mut cache = ModelCache::new(backend, &layers, batch)?.with_budget(budget);
             match block_on(cache.reserve(&rooms)) {
-                Ok(()) => break cache,
+                Ok(()) => return Ok(Held { cache, bytes_of_request: alone.most_in_use_bytes }),
                 Err(kvpack::Error::NoRoom { .. }) => batch -= 1,
                 Err(error) => return Err(error.into()),
             }
-        };
-        let figures = serve(cache, (batch, self.output()))?;
-        let preempted = figures.preemptions;
-        ensure!(preempted == 0, "{batch} requests of {recipe} did not fit at a time: {preempted} were preempted");
-        Ok(Row {
-            recipe: recipe.into(),
-            bytes_of_request: alone.most_in_use_bytes,
-            batch,
-            tokens_per_second: figures.tokens_per_second,
-            decoded_per_second: 0.0,
-            step_ms: 0.0,
-            same_batch_ms: 0.0,
-            figures,
-        })
+        }
     }
 }
 
 fn print(row: &Row, first: &Row) {
     let decoded = row.decoded_per_second / first.decoded_per_second;
     let kernels = first.same_batch_ms / row.same_batch_ms;
+    let or_dash = |x: Option<f64>, digits: usize| x.map_or("–".into(), |x| format!("{x:.digits$}"));
+    let times = row.tokens_per_second.zip(first.tokens_per_second).map(|(of, first)| of / first);
     println!(
-        "| {} | {:.2} | {} | {:.1} | {:.2} | {:.1} | {decoded:.2} | {kernels:.2} | {:.2} | {:.2} | {:.1} |",
+        "| {} | {} | {:.2} | {} | {} | {} | {:.1} | {decoded:.2} | {kernels:.2} | {:.2} | {:.2} | {} | {} | {} | {} |",
+        row.memory_mib,
         row.recipe,
         row.bytes_of_request as f64 / f64::from(1 << 20),
         row.batch,
-        row.tokens_per_second,
-        row.tokens_per_second / first.tokens_per_second,
+        or_dash(row.tokens_per_second, 1),
+        or_dash(times, 2),
         row.decoded_per_second,
         decoded / kernels,
-        row.step_ms,
-        row.figures.first_token_ms.p50,
+        row.time.step_ms,
+        ms(row.time.attention_ms),
+        ms(row.time.rest_ms()),
+        ms(row.time.host_ms()),
+        or_dash(row.figures.as_ref().map(|figures| figures.first_token_ms.p50), 1),
     );
 }
