@@ -184,8 +184,8 @@ impl BackendArgs {
         let path = self.path.map_or(Path::Matrices, Path::from);
         let checks = self.checks.map_or(Checks::default(), Checks::from);
         // SAFETY: wgpu asks for no more than to know that its experimental features may have mistakes that safe calls
-        // run into. Of these, kvpack uses cooperative matrices, in `attend_matrix`, `attend_run` and the kernels of
-        // statistics whose names end as that of the first, and `kvpack check` checks them.
+        // run into. Of these, kvpack uses cooperative matrices, in `attend_matrix`, `attend_run`, `attend_run_apart`
+        // and the kernels of statistics whose names end as that of the first, and `kvpack check` checks them.
         let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
         let mut requirements = Requirements::of(&adapter, experimental).restricted_to(path);
         requirements.features |= compiled::wanted(&adapter);

@@ -6,10 +6,10 @@
 // them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
 // items.
 //
-// A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left operands of scores) and their sums stay in its
-// registers for the whole item. All subgroups share the tokens, which stream through in steps of 16 and are unpacked to
-// halves in workgroup memory once. A step is the eight tokens of two vectors of values: those at 4 step, and 32, 64 and
-// 96 further. There are two barriers per step:
+// A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left
+// operands of scores) and their sums stay in its registers for the whole item. All subgroups share the tokens, which
+// stream through in steps of 16 and are unpacked to halves in workgroup memory once. A step is the eight tokens of two
+// vectors of values: those at 4 step, and 32, 64 and 96 further. There are two barriers per step:
 //
 //   products with values of the last step, scores -> workgroup memory | weights -> workgroup memory
 //
@@ -29,66 +29,12 @@
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: Half4, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, STEPS, EIGHTS, TOKEN_VECTORS, SCORE_ROW, ROW_SCORES,
-//   scores, factors, pages, load_keys, load_values, store_keys, store_values
-// binds: 2 run_queries, 8 run_constants
-// set by plans: SUBGROUPS, ROW_BLOCKS
+// gives: scores, factors, store_keys, store_values
 
-// import attend/numbering.wgsl#subgroup
-// import attend/work_item.wgsl
+// import attend/run_tiles.wgsl
 // import attend/states.wgsl#states
-// import run_keys = attend/run_keys.wgsl#f16
-// import run_values = attend/run_values.wgsl#f16
 // import run_arrivals = attend/run_arrivals.wgsl#by_turns
 // import run_outputs = attend/run_outputs.wgsl#plain
-
-alias Half4 = vec4<f16>;
-alias Left = coop_mat16x16<f16, A>;
-alias Right = coop_mat16x16<f16, B>;
-alias Sums = coop_mat16x16<f32, C>;
-
-struct Eight {
-    low: Half4,
-    high: Half4,
-}
-
-// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
-@group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
-@group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
-
-const SUBGROUPS: u32 = 8u;
-// Blocks of 16 rows in a subgroup, and its rows. Each of its first OWN_ROWS lanes computes the weights of one row; others
-// compute the same, and write nothing.
-const ROW_BLOCKS: u32 = 2u;
-const OWN_ROWS: u32 = ROW_BLOCKS * 16u;
-const ROWS: u32 = SUBGROUPS * OWN_ROWS;
-// Unused rows behind the prepared ones.
-const RUN_ROWS: u32 = 256u;
-
-const STEPS: u32 = HEAD_DIM / 16u;
-const EIGHTS: u32 = HEAD_DIM / 8u;
-// Vectors of eight tokens of a tile's values, and steps of a tile.
-const TOKEN_VECTORS: u32 = 16u;
-const TILE_STEPS: u32 = 8u;
-// Sizes in vectors of four: a prepared query; a key, a channel of values, a row of scores and a row of weights in
-// workgroup memory.
-const QUERY_ROW: u32 = HEAD_DIM / 4u;
-const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
-const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
-const VALUE_ROW: u32 = 6u;
-const SCORE_ROW: u32 = 5u;
-const WEIGHT_ROW: u32 = 6u;
-// Groups of eight keys, and as many of values, in a step, and those that an invocation moves.
-const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;
-const LOADS: u32 = (EIGHTS_OF_STEP + INVOCATIONS - 1u) / INVOCATIONS;
-// Vectors of four scores of a row.
-const ROW_SCORES: u32 = 4u;
-
-// Exponents of two: the largest allowed weight, and the largest weight after the reference moved.
-const MOST_WEIGHT: f32 = 15f;
-const START_WEIGHT: f32 = 6f;
-// The product of a token that does not exist: minus infinity, times any unit.
-const NO_PRODUCT: f32 = -3.4028234e38f;
 
 // [step][token][channel], [channel][token], [row][token], [row][token].
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
@@ -100,62 +46,13 @@ var<workgroup> factors: array<f32, ROWS>;
 // Whether rows of a subgroup moved their references in this step.
 var<workgroup> moved: array<vec4<u32>, 4>;
 
-// Loads of the invocation in flight.
-var<private> arriving_keys: array<KeyWord, LOADS>;
-var<private> arriving_values: array<ValueWord, LOADS>;
-
 // For the lane's row: the tokens of the item that it sees, the factor of its products, the reference, and the sum of
-// weights.
+// weights. Each of the first OWN_ROWS lanes computes the weights of one row; others compute the same, and write
+// nothing.
 var<private> row_tokens: u32;
 var<private> unit: f32;
 var<private> reference: f32;
 var<private> weight_sum: f32;
-
-fn pages() -> u32 {
-    return min(run_key_pages(), run_value_pages());
-}
-
-// Row of the item's first query among the prepared ones of a KV head.
-fn first_prepared(item: WorkItem, kv_head: u32) -> u32 {
-    let sections = min(arrayLength(&run_constants), arrayLength(&run_queries) / QUERY_ROW);
-    let prepared_queries = (sections - RUN_ROWS) / QUERY_HEADS;
-    return (kv_head * prepared_queries + item.query) * GROUP;
-}
-
-fn load_rows(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, first: u32, team: u32) {
-    let last = arrayLength(&run_queries) / QUERY_ROW - RUN_ROWS;
-    let own = min(first, last) + team * OWN_ROWS;
-    // unroll
-    for (var block = 0u; block < ROW_BLOCKS; block++) {
-        // unroll
-        for (var step = 0u; step < STEPS; step++) {
-            let at = (own + block * 16u) * QUERY_ROW + step * 4u;
-            (*rows)[block * STEPS + step] = coopLoadT<Left>(&run_queries[at], QUERY_ROW);
-        }
-    }
-}
-
-// Loads the keys of a step, or its values. Steps beyond the item load those of its last tile.
-fn load_keys(step: u32, tiles: u32, invocation: u32) {
-    let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
-    // unroll
-    for (var i = 0u; i < LOADS; i++) {
-        let at = min(i * INVOCATIONS + invocation, EIGHTS_OF_STEP - 1u);
-        // The order of values: tokens 2 vector + p / 4 % 2 + 32 (p % 4) of vectors 2 step + p / 8.
-        let p = at % 16u;
-        let token = step % TILE_STEPS * 4u + p / 4u + 32u * (p % 4u);
-        arriving_keys[i] = load_key(tile_base, token, at / 16u);
-    }
-}
-
-fn load_values(step: u32, tiles: u32, invocation: u32) {
-    let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
-    // unroll
-    for (var i = 0u; i < LOADS; i++) {
-        let at = min(i * INVOCATIONS + INVOCATIONS - 1u - invocation, EIGHTS_OF_STEP - 1u);
-        arriving_values[i] = load_value(tile_base, step % TILE_STEPS * 2u + at / HEAD_DIM, at % HEAD_DIM);
-    }
-}
 
 // Stores the loaded keys or values where products read them.
 fn store_keys(step: u32, invocation: u32) {

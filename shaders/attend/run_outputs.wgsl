@@ -4,6 +4,38 @@
 //   fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32)
 //     of the subgroup's rows, whose sums of weights are in `factors`; by all subgroups
 
+// -------- apart --------
+
+// The same in `attend_run_apart`: 16 channels of a block of rows at a time. Lanes l and l + 16 have the sums of weights
+// of row l of every block.
+//
+// needs: BLOCK_SCORES, OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, head_exists, run_output, scores,
+//   state_row, states, totals
+// gives: write_states
+
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        // unroll
+        for (var step = 0u; step < STEPS; step++) {
+            subgroupBarrier();
+            coopStoreT((*sums)[block * STEPS + step], &scores[team * BLOCK_SCORES], SCORE_ROW);
+            subgroupBarrier();
+            // unroll
+            for (var i = 0u; i < 2u; i++) {
+                let own = i * 8u + lane / 4u;
+                let weights = subgroupShuffle(totals[block], own);
+                let row = team * OWN_ROWS + block * 16u + own;
+                if (head_exists(item, y, row)) {
+                    let mean = scores[team * BLOCK_SCORES + own * SCORE_ROW + lane % 4u] / weights;
+                    let field = step * 4u + lane % 4u;
+                    states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
+                }
+            }
+        }
+    }
+}
+
 // -------- plain --------
 
 // States of the channels as they are stored: 16 channels of all rows at a time.
@@ -40,45 +72,11 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
 
 // States of rotated values, rotated back: a lane takes all channels of a row into its registers.
 //
-// The order of the butterflies is that of common/rotation.wgsl#rotate_row, so that the bits are the same.
-//
-// needs: HEAD_DIM, OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists,
-//   run_output, scores, state_row, states
+// needs: OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores,
+//   state_row, states
 // gives: write_states
 
-// import common/rotation.wgsl#rotation
-
-// Vectors of four channels of a row, and pairs of them.
-const ROW_VECTORS: u32 = HEAD_DIM / 4u;
-const ROW_PAIRS: u32 = HEAD_DIM / 8u;
-// Stages of butterflies between vectors, for the largest order.
-const VECTOR_STAGES: u32 = 6u;
-
-fn rotate_vectors(row: ptr<function, array<vec4<f32>, ROW_VECTORS>>) {
-    // unroll
-    for (var i = 0u; i < ROW_VECTORS; i++) {
-        var v = (*row)[i];
-        v = vec4<f32>(v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w);
-        if (ROTATION_ORDER > 2u) {
-            v = vec4<f32>(v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w);
-        }
-        (*row)[i] = v;
-    }
-    // unroll
-    for (var stage = 0u; stage < VECTOR_STAGES; stage++) {
-        if (ROTATION_ORDER >= (8u << stage)) {
-            // unroll
-            for (var pair = 0u; pair < ROW_PAIRS; pair++) {
-                const low = ((pair >> stage) << (stage + 1u)) + (pair & ((1u << stage) - 1u));
-                const high = min(low + (1u << stage), ROW_VECTORS - 1u);
-                let a = (*row)[low];
-                let b = (*row)[high];
-                (*row)[low] = a + b;
-                (*row)[high] = a - b;
-            }
-        }
-    }
-}
+// import common/rotation.wgsl#rotate_vectors
 
 fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
     let own = team * OWN_ROWS + lane % OWN_ROWS;
@@ -97,10 +95,58 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
         for (var i = 0u; i < ROW_SCORES; i++) {
             let mean = scores[own * SCORE_ROW + i] / weights;
             let output = run_output(item.range_slot, y, (step * 4u + i) * 4u, mean);
-            row[step * 4u + i] =
-                vec4<f32>(scaled_input(output.x), scaled_input(output.y), scaled_input(output.z), scaled_input(output.w));
+            row[step * 4u + i] = vec4<f32>(scaled_input(output.x), scaled_input(output.y), scaled_input(output.z),
+                scaled_input(output.w));
         }
         workgroupBarrier();
+    }
+    rotate_vectors(&row);
+    if (lane < OWN_ROWS && head_exists(item, y, own)) {
+        let to = state_row(item, y, own);
+        // unroll
+        for (var i = 0u; i < ROW_VECTORS; i++) {
+            let v = row[i];
+            states[to + i] = vec4<f32>(unflipped(v.x, i * 4u), unflipped(v.y, i * 4u + 1u),
+                unflipped(v.z, i * 4u + 2u), unflipped(v.w, i * 4u + 3u));
+        }
+    }
+}
+
+// -------- rotated_apart --------
+
+// The same in `attend_run_apart`.
+//
+// needs: BLOCK_SCORES, OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, head_exists, run_output,
+//   scores, state_row, states, totals
+// gives: write_states
+
+// import common/rotation.wgsl#rotate_vectors
+
+fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+    let own = team * OWN_ROWS + lane % OWN_ROWS;
+    let own_block = lane % OWN_ROWS / 16u;
+    let weights = select(totals[0], totals[ROW_BLOCKS - 1u], own_block > 0u);
+    var row: array<vec4<f32>, ROW_VECTORS>;
+    // unroll
+    for (var step = 0u; step < STEPS; step++) {
+        var means: array<vec4<f32>, ROW_SCORES>;
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            subgroupBarrier();
+            coopStoreT((*sums)[block * STEPS + step], &scores[team * BLOCK_SCORES], SCORE_ROW);
+            subgroupBarrier();
+            // unroll
+            for (var i = 0u; i < ROW_SCORES; i++) {
+                let mean = scores[team * BLOCK_SCORES + lane % 16u * SCORE_ROW + i] / weights;
+                means[i] = select(means[i], mean, own_block == block);
+            }
+        }
+        // unroll
+        for (var i = 0u; i < ROW_SCORES; i++) {
+            let output = run_output(item.range_slot, y, (step * 4u + i) * 4u, means[i]);
+            row[step * 4u + i] = vec4<f32>(scaled_input(output.x), scaled_input(output.y), scaled_input(output.z),
+                scaled_input(output.w));
+        }
     }
     rotate_vectors(&row);
     if (lane < OWN_ROWS && head_exists(item, y, own)) {

@@ -1,4 +1,4 @@
-// Hadamard rotations: their order and signs, of a row in workgroup memory, and once more for a sketch.
+// Hadamard rotations: their order and signs, of a row in workgroup memory or in registers, and once more for a sketch.
 
 // -------- rotation --------
 
@@ -126,4 +126,47 @@ fn sketch_round(invocation: u32, seed: u32) {
         }
     }
     rotate_row(invocation);
+}
+
+// -------- rotate_vectors --------
+
+// Rotates a row in the registers of a lane.
+//
+// The order of the butterflies is that of `rotate_row`, so that the bits are the same.
+//
+// needs: HEAD_DIM
+// gives: ROW_VECTORS, rotate_vectors
+
+// import common/rotation.wgsl#rotation
+
+// Vectors of four channels of a row, and pairs of them.
+const ROW_VECTORS: u32 = HEAD_DIM / 4u;
+const ROW_PAIRS: u32 = HEAD_DIM / 8u;
+// Stages of butterflies between vectors, for the largest order.
+const VECTOR_STAGES: u32 = 6u;
+
+fn rotate_vectors(row: ptr<function, array<vec4<f32>, ROW_VECTORS>>) {
+    // unroll
+    for (var i = 0u; i < ROW_VECTORS; i++) {
+        var v = (*row)[i];
+        v = vec4<f32>(v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w);
+        if (ROTATION_ORDER > 2u) {
+            v = vec4<f32>(v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w);
+        }
+        (*row)[i] = v;
+    }
+    // unroll
+    for (var stage = 0u; stage < VECTOR_STAGES; stage++) {
+        if (ROTATION_ORDER >= (8u << stage)) {
+            // unroll
+            for (var pair = 0u; pair < ROW_PAIRS; pair++) {
+                const low = ((pair >> stage) << (stage + 1u)) + (pair & ((1u << stage) - 1u));
+                const high = min(low + (1u << stage), ROW_VECTORS - 1u);
+                let a = (*row)[low];
+                let b = (*row)[high];
+                (*row)[low] = a + b;
+                (*row)[high] = a - b;
+            }
+        }
+    }
 }

@@ -18,6 +18,10 @@ const FLOOR_INVOCATIONS: u32 = 256;
 pub const MOST_BINDING_BYTES: u64 = (1 << 32) - 256;
 /// Invocations of a subgroup that multiplies cooperative matrices.
 const MATRIX_SUBGROUP: u32 = 32;
+/// What kernels with cooperative matrices use of wgpu besides subgroups. Lanes of a subgroup exchange matrices through
+/// workgroup memory, and wait for no other subgroup.
+const MATRIX_FEATURES: wgpu::Features =
+    wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(wgpu::Features::SUBGROUP_BARRIER);
 
 /// Restricts the kernels to part of what a device can do, so that tests and comparisons can force a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -143,7 +147,7 @@ impl Capabilities {
     pub fn from_device(device: &wgpu::Device) -> Result<Self> {
         let capabilities = Self::new(&device.adapter_info(), device.features(), &device.limits());
         capabilities.limits.check_floor()?;
-        let enabled = device.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+        let enabled = device.features().contains(MATRIX_FEATURES);
         // Only the adapter knows which matrices its devices multiply.
         let adapter = if enabled { adapter_of(device) } else { None };
         Ok(capabilities.with_matrices(adapter.is_some_and(|adapter| offers_matrices(&adapter))))
@@ -153,7 +157,7 @@ impl Capabilities {
     pub fn from_adapter(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures) -> Self {
         let requirements = Requirements::of(adapter, experimental);
         let capabilities = Self::new(&adapter.get_info(), requirements.features, &requirements.limits);
-        let matrices = requirements.features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+        let matrices = requirements.features.contains(MATRIX_FEATURES);
         capabilities.with_matrices(matrices)
     }
 
@@ -220,7 +224,7 @@ pub fn offers_matrices(adapter: &wgpu::Adapter) -> bool {
     let used = |shape: &wgpu::CooperativeMatrixProperties| {
         (shape.m_size, shape.n_size, shape.k_size) == (16, 16, 16) && (shape.ab_type, shape.cr_type) == (F16, F32)
     };
-    adapter.features().contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
+    adapter.features().contains(MATRIX_FEATURES)
         && (info.subgroup_min_size, info.subgroup_max_size) == (MATRIX_SUBGROUP, MATRIX_SUBGROUP)
         && shapes.iter().any(used)
 }
@@ -304,7 +308,7 @@ impl Requirements {
             ..wgpu::Limits::defaults().or_worse_values_from(&available)
         };
         let mut features = adapter.features() & useful;
-        features.set(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, matrices);
+        features.set(MATRIX_FEATURES, matrices);
         Self { features, limits, experimental }
     }
 
@@ -316,10 +320,10 @@ impl Requirements {
                 wgpu::Features::SHADER_F16
                     | wgpu::Features::SUBGROUP
                     | wgpu::Features::MEMORY_DECORATION_COHERENT
-                    | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX
+                    | MATRIX_FEATURES
             }
-            Path::F16 => wgpu::Features::SUBGROUP | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX,
-            Path::Subgroups => wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX,
+            Path::F16 => wgpu::Features::SUBGROUP | MATRIX_FEATURES,
+            Path::Subgroups => MATRIX_FEATURES,
             Path::Matrices => wgpu::Features::empty(),
         };
         let mut limits = self.limits;

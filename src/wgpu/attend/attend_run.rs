@@ -26,6 +26,9 @@ const LEAST_CODE_ROWS: usize = 112;
 /// The largest head dimension at which a subgroup keeps the queries and sums of two blocks in registers, and of one.
 const MOST_CHANNELS_OF_TWO: usize = 128;
 const MOST_CHANNELS: usize = 256;
+/// The largest head dimension at which two workgroups of four subgroups share a multiprocessor and are faster than one
+/// of eight: on an H200 a prompt of 16k tokens in f16 took 7.9 ms and not 9.7, at 4 bits 7.5 either way.
+const MOST_SHARED_CHANNELS: usize = 64;
 /// Query heads that an invocation of `prepare_run_query` prepares a part of, and invocations of a workgroup.
 const PREPARED_HEADS: usize = 4;
 const PREPARING_INVOCATIONS: usize = 64;
@@ -44,8 +47,8 @@ impl Specialisation<'_> {
         let head_dim = self.shape.head_dim();
         let limits = &self.capabilities.limits;
         let codes = [run_codes(&self.format.key, head_dim)?, run_codes(&self.format.value, head_dim)?];
-        let arrivals = RunArrivals::of(codes);
         let rows = RunRows::most(head_dim);
+        let bytes = rows.workgroup_bytes(head_dim, RunArrivals::together(codes));
         // A lane that rotates a row knows the places of its channels in advance.
         let turns = self.format.value.rotation().is_none_or(|rotation| rotation.dealt_blocks(head_dim) == 1);
         let fits = self.capabilities.matrices
@@ -55,9 +58,29 @@ impl Specialisation<'_> {
             && self.shape.group() <= rows.rows() / 2
             && turns
             && limits.storage_buffers >= BUFFERS
-            && rows.workgroup_bytes(head_dim, arrivals) <= limits.workgroup_memory as usize
+            && bytes <= limits.workgroup_memory as usize
             && rows.invocations() <= limits.invocations as usize;
         fits.then_some(codes)
+    }
+
+    /// The largest workgroup for these codes, and when it stores what it loads.
+    fn run_workgroup(&self, codes: [RunCodes; 2]) -> (RunRows, RunArrivals) {
+        let (head_dim, most) = (self.shape.head_dim(), RunRows::most(self.shape.head_dim()));
+        let fits = |rows: RunRows, buffers: usize| {
+            let bytes = rows.workgroup_bytes(head_dim, RunArrivals::Apart(buffers));
+            bytes <= self.capabilities.limits.workgroup_memory as usize
+        };
+        let half = RunRows { subgroups: most.subgroups / 2, ..most };
+        let shared = codes == [RunCodes::F16; 2] && head_dim <= MOST_SHARED_CHANNELS;
+        if shared && self.shape.group() <= half.rows() / 2 && fits(half, 2) {
+            return (half, RunArrivals::Apart(2));
+        }
+        // Both formats were measured. Others hold more of a step in registers.
+        let few_words = codes == [RunCodes::F16; 2] || codes == [RunCodes::Channel(Bits::Four); 2];
+        match [2, 1].into_iter().find(|buffers| fits(most, *buffers)) {
+            Some(buffers) if most.blocks == 1 && few_words => (most, RunArrivals::Apart(buffers)),
+            _ => (most, RunArrivals::together(codes)),
+        }
     }
 
     /// Maximum number of queries in a block, and minimum number in a run that is cut into such blocks, if there is a
@@ -66,13 +89,15 @@ impl Specialisation<'_> {
         let group = self.shape.group();
         let codes = self.run_codes()?;
         let least = if codes == [RunCodes::F16; 2] { LEAST_ROWS } else { LEAST_CODE_ROWS };
-        Some([RunRows::most(self.shape.head_dim()).rows() / group, least.div_ceil(group).max(2)])
+        let (most, _) = self.run_workgroup(codes);
+        Some([most.rows() / group, least.div_ceil(group).max(2)])
     }
 
     /// The rows of a workgroup, if the items have more queries than `attend` takes.
     pub(super) fn run_rows(&self) -> Option<RunRows> {
         let rows = self.queries * self.shape.group();
-        (self.queries > self.most_queries()).then(|| RunRows::of(rows, self.shape.head_dim()))
+        let codes = (self.queries > self.most_queries()).then(|| self.run_codes()).flatten()?;
+        Some(self.run_workgroup(codes).0.of(rows))
     }
 
     /// Number of queries that the rows belong to.
@@ -83,7 +108,7 @@ impl Specialisation<'_> {
     /// The kernel, if the items have more queries than `attend` takes.
     pub(super) fn attend_run(&self) -> Option<AttendRecipe> {
         let (rows, codes) = (self.run_rows()?, self.run_codes()?);
-        let ([keys, values], arrivals) = (codes, RunArrivals::of(codes));
+        let ([keys, values], (_, arrivals)) = (codes, self.run_workgroup(codes));
         let mut work = self.work(self.head_split());
         work.queries = self.run_queries(rows);
         let key_vector = TileLayout::of(&self.format.key, self.shape.head_dim()).key_vector();
@@ -168,10 +193,11 @@ fn run_codes(format: &TensorFormat, head_dim: usize) -> Option<RunCodes> {
 }
 
 impl RunRows {
-    /// A workgroup of at least `rows` rows, or the largest one.
-    const fn of(rows: usize, head_dim: usize) -> Self {
-        let most = Self::most(head_dim);
-        if rows <= most.rows() / 2 { Self { subgroups: most.subgroups / 2, ..most } } else { most }
+    /// A workgroup of at least `rows` rows, or the largest one, which this is. None has less than half of
+    /// `MOST_SUBGROUPS`.
+    const fn of(self, rows: usize) -> Self {
+        let halves = rows <= self.rows() / 2 && self.subgroups == MOST_SUBGROUPS;
+        if halves { Self { subgroups: self.subgroups / 2, ..self } } else { self }
     }
 
     /// The largest workgroup.
@@ -191,26 +217,26 @@ impl RunRows {
 
     /// Workgroup memory of the kernel, as the shader declares it.
     const fn workgroup_bytes(self, head_dim: usize, arrivals: RunArrivals) -> usize {
-        let keys = arrivals.key_steps() * STEP_TOKENS * (head_dim / 4 + 2) * 8;
+        let keys = STEP_TOKENS * (head_dim / 4 + 2) * 8;
         let values = head_dim * 6 * 8;
-        // A row of scores, one of weights, and a factor.
-        let rows = self.rows() * (5 * 16 + 6 * 8 + 4);
-        MAX_TILES * 4 + keys + values + rows + 64
+        let (scores, weights) = (5 * 16, 6 * 8);
+        // Together, there is a factor for every row, and which subgroups moved their references.
+        let rest = match arrivals {
+            RunArrivals::ByTurns => keys + values + self.rows() * (scores + weights + 4) + 64,
+            RunArrivals::Ahead => 2 * keys + values + self.rows() * (scores + weights + 4) + 64,
+            RunArrivals::Apart(buffers) => {
+                buffers * (keys + values) + self.subgroups * BLOCK_ROWS * scores + self.rows() * weights
+            }
+        };
+        MAX_TILES * 4 + rest
     }
 }
 
 impl RunArrivals {
-    /// The decision depends on the loads of a lane: one word or four of keys and of values.
-    fn of(codes: [RunCodes; 2]) -> Self {
+    /// Where subgroups wait for each other. The decision depends on the loads of a lane: one word or four of keys and
+    /// of values.
+    fn together(codes: [RunCodes; 2]) -> Self {
         if codes == [RunCodes::F16; 2] { Self::ByTurns } else { Self::Ahead }
-    }
-
-    /// Number of steps that keys have room for: `KEY_STEPS` of the shaders.
-    const fn key_steps(self) -> usize {
-        match self {
-            Self::ByTurns => 1,
-            Self::Ahead => 2,
-        }
     }
 }
 
@@ -274,7 +300,7 @@ mod tests {
             let most = RunRows::most(head_dim).rows();
             let counts = [most / 2 - 5, most - 5].map(|rows| rows / group);
             for (format, queries) in formats(head_dim).iter().flat_map(|format| counts.map(|count| (format, count))) {
-                let special = Specialisation {
+                let mut special = Specialisation {
                     shape: &shape,
                     format,
                     query: QueryBytes::Two,
@@ -283,8 +309,10 @@ mod tests {
                     scoring: ItemScoring::plain(&shape),
                     queries,
                 };
+                let (most, arrivals) = special.run_workgroup(special.run_codes().unwrap());
+                special.queries = queries.min(most.rows() / group);
                 let rows = special.run_rows().unwrap();
-                assert!(rows.rows() >= queries * group && rows.rows() <= RUN_ROWS);
+                assert!(rows.rows() >= special.queries * group && rows.rows() <= RUN_ROWS);
                 let source = special.attend_run().unwrap().variant().source().unwrap();
                 let module = naga::front::wgsl::parse_str(&source.wgsl)
                     .unwrap_or_else(|error| panic!("{}", error.emit_to_string(&source.wgsl)));
@@ -299,7 +327,6 @@ mod tests {
                     .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
                     .map(|(_, variable)| layouter[variable.ty].size)
                     .sum();
-                let arrivals = RunArrivals::of(special.run_codes().unwrap());
                 assert_eq!(declared as usize, rows.workgroup_bytes(head_dim, arrivals), "{format} {queries}");
                 let prepare = special.prepare_run_query(ElementType::F16).source().unwrap();
                 naga::front::wgsl::parse_str(&prepare.wgsl)

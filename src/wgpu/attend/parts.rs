@@ -32,18 +32,20 @@ impl AttendRecipe {
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
             Self::Run { work, rows, keys, key_vector, values, rotation, arrivals } => {
-                let variant = rows.put(work.put(Variant::new(&SHADERS, "attend_run"))).with_f16().with_matrices();
+                let (kernel, rotated) = arrivals.parts();
+                let variant = rows.put(work.put(Variant::new(&SHADERS, kernel))).with_f16().with_matrices();
                 let variant = put_run_codes(variant, [*keys, *values], *key_vector);
                 let variant = match rotation {
                     None => variant,
                     Some(rotation) => {
                         let turn = DirectedRotation { rotation: *rotation, direction: Direction::Inverse };
-                        with_turn(variant.import("run_outputs", "attend/run_outputs.wgsl#rotated"), turn, work.head_dim)
+                        with_turn(variant.import("run_outputs", rotated), turn, work.head_dim)
                     }
                 };
-                match arrivals {
+                match *arrivals {
                     RunArrivals::ByTurns => variant,
                     RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals.wgsl#ahead"),
+                    RunArrivals::Apart(buffers) => variant.constant("TILE_BUFFERS", buffers),
                 }
             }
             Self::Scores { work, scores } => scores.put(work.put(Variant::new(&SHADERS, "scores"))),
@@ -81,6 +83,16 @@ impl Logits {
             .constant("CAPPED", soft_cap.is_some().into())
             .constant("MASKED", mask as usize)
             .float("SOFT_CAP", soft_cap.unwrap_or(1.0))
+    }
+}
+
+impl RunArrivals {
+    /// The kernel, and its choice of `run_outputs` that rotates back.
+    const fn parts(self) -> (&'static str, &'static str) {
+        match self {
+            Self::ByTurns | Self::Ahead => ("attend_run", "attend/run_outputs.wgsl#rotated"),
+            Self::Apart(_) => ("attend_run_apart", "attend/run_outputs.wgsl#rotated_apart"),
+        }
     }
 }
 

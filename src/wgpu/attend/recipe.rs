@@ -14,8 +14,8 @@ pub(crate) enum AttendRecipe {
     /// `attend_matrix`: the same of f16 by cooperative matrices. An element of the query is `query_parts`
     /// summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
-    /// `attend_run`: many queries of a run together, with cooperative matrices. `key_vector` words of a token's keys
-    /// are contiguous. Outputs are rotated back if there is a rotation.
+    /// `attend_run` or `attend_run_apart`: many queries of a run together, with cooperative matrices. `key_vector`
+    /// words of a token's keys are contiguous. Outputs are rotated back if there is a rotation.
     Run {
         work: Work,
         rows: RunRows,
@@ -82,13 +82,16 @@ pub(crate) enum RunCodes {
     Levels(Bits, f32),
 }
 
-/// Slot `run_arrivals`: when loads are stored to workgroup memory.
+/// When loads are stored to workgroup memory: slot `run_arrivals` of `attend_run`, or `attend_run_apart`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunArrivals {
     /// Half of the subgroups store before they compute their weights, the others after.
     ByTurns,
     /// Everything is loaded a step ahead.
     Ahead,
+    /// Subgroups do not wait for each other before they compute their weights. There is room for the keys and values of
+    /// this many steps, `TILE_BUFFERS`: 1 or 2.
+    Apart(usize),
 }
 
 /// How lanes exchange numbers.
