@@ -120,6 +120,11 @@ __device__ __forceinline__ void copy_4_async_or_zeros(u32 to, const void* from, 
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Arrives at a barrier of shared memory when this thread's copies have ended.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until no more than PENDING of this thread's groups of copies are in flight.
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
