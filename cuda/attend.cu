@@ -6,12 +6,12 @@
 // heads. Its warps take the item's steps of STEP_TOKENS tokens in turn. Warps never wait for each other in the loop:
 // each has its own ring of STAGES stages in shared memory, filled by asynchronous copies (common/ring.cuh), and its own
 // softmax. Drafts have more heads than a warp takes, each query with all of its own: ROW_WARPS warps then share a ring,
-// so that tokens are read once for all of them. Packed keys are multiplied as bytes (m16n8k32) with a query of 16 bits in two bytes, f16 keys as halves with
-// a query of two halves. Packed values are multiplied as bytes with weights of 16 bits in two bytes, f16 values as
-// halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a conversion: see common/scores.cuh
-// and common/values.cuh, and common/weights.cuh for the part between them. After the loop the sums of the warps are
-// merged in shared memory. The block writes the output if its query has no other items. Otherwise states are merged
-// (merge_states.cu).
+// so that tokens are read once for all of them. Packed keys are multiplied as bytes (m16n8k32) with a query of 16 bits
+// in two bytes, f16 keys as halves with a query of two halves. Packed values are multiplied as bytes with weights of 16
+// bits in two bytes, f16 values as halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a
+// conversion: see common/scores.cuh and common/values.cuh, and common/weights.cuh for the part between them. After the
+// loop the sums of the warps are merged in shared memory. The block writes the output if its query has no other items.
+// Otherwise states are merged (merge_states.cu).
 //
 // Calibrated segments are launched twice. The first launch only finds the extremes of their scores
 // (common/calibration.cuh).
@@ -20,6 +20,11 @@
 // overlap: the first waits for all work before the step, and only then admits the next, which therefore has nothing to
 // wait for. Every later launch carries one extra block that exits only after the previous launch has finished, so work
 // queued after the step waits for all of it.
+//
+// With STORES the launch also stores the tokens of the step, which decodes one for each query. It overlaps with the
+// kernels before it: pages that the step does not write were complete before it, since its tables were uploaded after
+// them, so the rings are filled with them at once. Then blocks wait, for the queries and the rows to store. The block
+// that has the page of a token stores it before it loads that page.
 //
 // If one launch attends right after its layer was stored, it overlaps with the storing kernels. They admit it once all
 // work before them is done. A warp waits for them before it loads a page that they write (FRESH_PAGE), and so does
@@ -48,6 +53,37 @@
 #include "common/weights.cuh"
 #include "common/ring.cuh"
 #include "merge_states.cu"
+
+// Whether blocks store the tokens of the step, each of which one of them attends to.
+#ifndef STORES
+#define STORES 0
+#endif
+#if STORES
+#include "common/append_row.cuh"
+
+// Such a launch. The section of the table has an entry for every query, in their order.
+struct StoringCall {
+    AttendCall attend;
+    WriteCall writes;
+};
+
+struct StoredRows {
+    float rows[2][HEAD_DIM];
+    u16 fields[2][HEAD_DIM];
+};
+
+// The last two warps store the key and the value of a token. It is not inlined: other warps need the registers.
+__device__ __noinline__ void store_token(const WriteCall& writes, uint4 entry, u32 kv_head, StoredRows& shared,
+                                         int which, int lane) {
+    const StagedRow staged = {shared.rows[which], shared.fields[which]};
+    if (which == 0) {
+        append_row<false>(writes, entry, kv_head, staged, lane);
+    } else {
+        append_row<true>(writes, entry, kv_head, staged, lane);
+    }
+    global_visible_to_copies();
+}
+#endif
 
 // A row of the merged sums, padded so that the heads of a warp's lanes lie in different banks. The channels are
 // followed by the sums of minimums of groups of channels.
@@ -120,7 +156,14 @@ __device__ __forceinline__ float* rotated_output(float* joined, int e) {
     return joined + e / HEAD_DIM * JOIN_ROW + e % HEAD_DIM;
 }
 
+#if STORES
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
+    attend(const __grid_constant__ StoringCall both) {
+    const AttendCall& call = both.attend;
+    __shared__ StoredRows stored_rows;
+#else
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(const AttendCall call) {
+#endif
     extern __shared__ __align__(LINE_BYTES) u8 ring_memory[];
     __shared__ QueryShared query_shared;
     __shared__ JoinShared join;
@@ -172,8 +215,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     if (leads) ring.start();
     if (call.cluster > 1) cluster_start();
+    const auto issue_first = [&](int i) {
+        const int step = step_of(i);
+        if (leads && step < steps) ring.issue(i, arrived_page(call, first_pages[i]) + head_at, step);
+        ring.commit();
+    };
     // All reads above are of tables that were written before the step was launched. The data below may come from the
     // previous kernel.
+#if STORES
+    const auto is_fresh = [&](int i) { return (first_pages[i] & FRESH_PAGE) != 0; };
+    const u64 newest = pages[tiles - 1];
+    const uint4 entry = entry_at(both.writes, item.row);
+    const u64 stored_page = both.writes.shards[entry.w] + (u64)entry.y * call.kv_heads * HEAD_BYTES;
+    // The first stage of every team is loaded before any other.
+    if (!is_fresh(0)) issue_first(0);
+    __syncthreads();
+#pragma unroll
+    for (int i = 1; i < STAGES; i++) {
+        if (!is_fresh(i)) issue_first(i);
+    }
+    await_earlier_kernels();
+#else
     if (call.beside == 0u && call.early == 0u) {
         await_earlier_kernels();
         admit_later_kernels();
@@ -182,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     if constexpr (KEY_SPAN_RANGES || VALUE_SPAN_RANGES) {
         if (call.early != 0u) arrived_page(call, pages[0]);
     }
+#endif
     QueryLoads query_loads = load_query(call, item, kv_head, first_head, heads, warp, lane);
     constexpr int threads = WARPS * 32;
     constexpr int thread_ranges = VALUE_SPAN_RANGES ? (HEAD_DIM + threads - 1) / threads : 0;
@@ -192,13 +255,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         const int channel = i * threads + threadIdx.x;
         if (channel < HEAD_DIM) ranges[i] = value_ranges[channel];
     }
-    const auto issue_first = [&](int i) {
-        const int step = step_of(i);
-        if (leads && step < steps) ring.issue(i, arrived_page(call, first_pages[i]) + head_at, step);
-        ring.commit();
-    };
+#if STORES
+    if (warp >= WARPS - 2 && newest == (stored_page | FRESH_PAGE)) {
+        store_token(both.writes, entry, kv_head, stored_rows, warp - (WARPS - 2), lane);
+    }
+#else
     // The first stage of every team is loaded before any other stage: work begins once it arrives.
     issue_first(0);
+#endif
     prepare_query(query_shared, query_loads, call.score_scale, warp, lane);
 #pragma unroll
     for (int i = 0; i < thread_ranges; i++) {
@@ -206,8 +270,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         if (channel < HEAD_DIM) join.ranges[channel] = ranges[i];
     }
     __syncthreads();
+#if STORES
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        if (is_fresh(i)) issue_first(i);
+    }
+#else
 #pragma unroll
     for (int i = 1; i < STAGES; i++) issue_first(i);
+#endif
 
     LaneQuery queries[KEY_QUERIES];
 #pragma unroll
@@ -317,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
 
     // Work after the step also waits for what the step stores.
-    if (call.early != 0u) await_earlier_kernels();
+    if (!STORES && call.early != 0u) await_earlier_kernels();
     if constexpr (FINDS_EXTREMES) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) {

@@ -4,13 +4,14 @@
 //   score_rt = q_r · k_t scale log2(e)  for from_r <= t < seen_r,   out_r = Σ_t 2^(score_rt) v_t / Σ_t 2^(score_rt)
 //
 // Blocks stay on their multiprocessor and take one work after the other: ROWS rows of an item, for one KV head. One warp
-// lets the copy engine fetch keys and values, which lie in the page as the tensor cores read them. The other
-// warpgroups have 64 rows each. They take the tokens in passes, the newest first, since only those are hidden from some
+// lets the copy engine fetch keys and values, which lie in the page as the tensor cores read them. Three warps next to it
+// copy the queries of the next work. The other warpgroups have 64 rows each. They take the tokens in passes, the newest first, since only those are hidden from some
 // rows. While the products of a pass with its keys become weights, the products of the pass before with its values run.
 // Warpgroups start their products in turn, so that some multiply while others compute weights.
 //
-//   stages     [STAGES] passes of keys, [STAGES] of values, then the queries of every warpgroup
-//   barriers   full: one arrival and its bytes; empty: one arrival of every warpgroup
+//   stages     [STAGES] passes of keys, [STAGES] of values, then [QUERY_STAGES] the queries of every warpgroup
+//   barriers   full: one arrival and its bytes, of queries one of every thread that copies them; empty: one arrival of
+//              every warpgroup
 //
 // Scales of a span, and units of levels, are part of the query for keys and of the output for values.
 //
@@ -39,8 +40,8 @@
 #include "merge_states.cu"
 
 // Registers of the threads that multiply, and of those that copy.
-constexpr int GROUP_REGISTERS = GROUPS == 2 ? 240 : 160;
-constexpr int COPYING_REGISTERS = 24;
+constexpr int GROUP_REGISTERS = GROUPS == 2 ? 232 : 160;
+constexpr int COPYING_REGISTERS = GROUPS == 2 ? 40 : 32;
 
 // Numbers of barriers: of the warps of a warpgroup, and those where warpgroups take turns.
 constexpr int FIRST_GROUP_BARRIER = 1;
@@ -183,8 +184,7 @@ struct WarpGroup {
     int lane;
     // Of one of its threads.
     bool leads;
-    // In shared memory: its queries, and the stages.
-    u32 queries;
+    // In shared memory.
     u32 room;
     // In shared memory: the rows of the block.
     const PlacedRow* places;
@@ -197,7 +197,6 @@ struct WarpGroup {
           warp(warp),
           lane(lane),
           leads(threadIdx.x % 128 == 0),
-          queries(room + QUERIES_AT + warp / 4 * GROUP_QUERY_BYTES),
           room(room),
           places(places),
           first_query(warp / 4 * GROUP_ROWS / group),
@@ -215,9 +214,15 @@ struct WarpGroup {
         group_arrive(FIRST_TURN_BARRIER + (number + 1) % GROUPS, TURN_THREADS);
     }
 
+    // Its queries in shared memory.
+    __device__ __forceinline__ u32 queries(u32 round) const {
+        return room + QUERIES_AT + round % QUERY_STAGES * QUERY_STAGE_BYTES + number * GROUP_QUERY_BYTES;
+    }
+
     // A work from queries to states or outputs. `count` counts the passes of the block.
-    __device__ __forceinline__ void attend(const AttendCall& call, const Pipeline& pipeline, const Work& work,
+    __device__ __forceinline__ void attend(const AttendCall& call, const Pipeline& pipeline, const Work& work, u32 round,
                                            const RowConstants* constants, const RowSigns& signs, u32& count) const {
+        const u32 queries = this->queries(round);
         RunSoftmax rows;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -278,6 +283,7 @@ struct WarpGroup {
                 asm volatile("mov.b32 %0, %1;" : "=r"(weights[i / 4][i % 4]) : "r"(next[i / 4][i % 4]) : "memory");
             }
         }
+        if (leads) barrier_arrive(pipeline.work_empty + 8 * (round % 2));
         stage = (count - 1) % STAGES;
         barrier_wait(pipeline.values_full + 8 * stage, (count - 1) / STAGES & 1);
         multiply_values(sums, weights, room + PASS_VALUES_AT + stage * PASS_BYTES);
@@ -296,7 +302,8 @@ struct WarpGroup {
 
     // The extremes of the scores of a work.
     __device__ __forceinline__ void find_extremes(const AttendCall& call, const Pipeline& pipeline, const Work& work,
-                                                  const RowConstants* constants, u32& count) const {
+                                                  u32 round, const RowConstants* constants, u32& count) const {
+        const u32 queries = this->queries(round);
         RunExtremes extremes;
         const int limits[2] = {work.limit(placed(0).query()), work.limit(placed(1).query())};
 #pragma unroll 1
@@ -312,6 +319,7 @@ struct WarpGroup {
             const int before = pass * RUN_TOKENS + 2 * (lane & 3);
             extremes.take(products, {limits[0] - before, limits[1] - before});
         }
+        if (leads) barrier_arrive(pipeline.work_empty + 8 * (round % 2));
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float2 of_row = extremes.of_row(h);
@@ -379,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
     attend_run_pipelined(const __grid_constant__ AttendCall call) {
     extern __shared__ __align__(LINE_BYTES) u8 room[];
     __shared__ u64 barriers[Pipeline::BARRIERS];
-    __shared__ u32 works[2];
+    __shared__ TakenWork taken[TakenWork::PLACES];
     __shared__ RowConstants constants[ROWS];
     __shared__ PlacedRow places[ROWS];
     __shared__ RowSigns signs;
@@ -403,43 +411,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
     if (warp >= WARPS) {
         shrink_registers<COPYING_REGISTERS>();
         const u32 blocks = call.beside != 0u ? call.beside : gridDim.x;
-        if (warp == WARPS && lane == 0) copy_works(call, pipeline, shared_address(room), works, blocks);
+        if (warp == WARPS && lane == 0) copy_works(call, pipeline, shared_address(room), taken, blocks);
+        if (warp > WARPS) copy_queries(call, pipeline, shared_address(room), taken, places, warp - WARPS - 1, lane);
         return;
     }
     grow_registers<GROUP_REGISTERS>();
     const WarpGroup group(call.group, places, shared_address(room), warp, lane);
-    const u32 count = Work::count(call);
     u32 passes = 0;
     // The first turn is that of the first warpgroup.
     if (group.number == GROUPS - 1) group.end_turn();
 #pragma unroll 1
     for (u32 round = 0;; round++) {
-        barrier_wait(pipeline.work_full + 8 * (round % 2), round / 2 & 1);
-        const u32 number = __shfl_sync(ALL_LANES, works[round % 2], 0);
-        if (number >= count) break;
-        const Work work(call, number);
-        // All warps have read the queries of the work before.
-        const auto free = [&] {
+        barrier_wait(pipeline.queries_full + 8 * (round % 2), round / 2 & 1);
+        const TakenWork& of = taken[round % TakenWork::PLACES];
+        const u32 number = __shfl_sync(ALL_LANES, of.number, 0);
+        if (number == TakenWork::NONE) break;
+        const Work work(call, number, of.item);
+        if (work.end_pass == 0) {
             group.sync();
             if (group.leads) barrier_arrive(pipeline.work_empty + 8 * (round % 2));
-        };
-        if (work.end_pass == 0) {
-            free();
             continue;
         }
         const PlacedRow rows[2] = {group.loaded(0), group.loaded(1)};
-        const WarpQueries queries = {call, room + QUERIES_AT, constants, signs, warp, lane};
+        u8* const room_of = room + QUERIES_AT + round % QUERY_STAGES * QUERY_STAGE_BYTES;
+        const WarpQueries queries = {call, room_of, constants, signs, warp, lane};
         if (call.query_type == ELEMENTS_F32) {
-            queries.move<u32>(work.item, work.kv_head, work.first, rows, free);
+            queries.move<u32>(work.item, work.kv_head, work.first, rows, false);
         } else {
-            queries.move<u16>(work.item, work.kv_head, work.first, rows, free);
+            queries.move<u16>(work.item, work.kv_head, work.first, rows, copies_queries(call));
         }
         shared_visible();
         group.sync();
         if constexpr (FINDS_EXTREMES) {
-            group.find_extremes(call, pipeline, work, constants, passes);
+            group.find_extremes(call, pipeline, work, round, constants, passes);
         } else {
-            group.attend(call, pipeline, work, constants, signs, passes);
+            group.attend(call, pipeline, work, round, constants, signs, passes);
         }
     }
     // The last turn that was announced.

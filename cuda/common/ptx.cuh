@@ -120,6 +120,11 @@ __device__ __forceinline__ void copy_4_async_or_zeros(u32 to, const void* from, 
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Arrives at a barrier of shared memory when this thread's copies have ended.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until no more than PENDING of this thread's groups of copies are in flight.
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
@@ -154,6 +159,13 @@ __device__ __forceinline__ void copy_bulk_shared(u32 to, const void* from, u32 b
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
                  : "memory");
+#endif
+}
+
+// What this thread wrote to global memory is there for the copy engine, if a barrier of the block comes before a copy.
+__device__ __forceinline__ void global_visible_to_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
 #endif
 }
 

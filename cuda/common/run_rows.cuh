@@ -33,6 +33,18 @@ struct PlacedRow {
     __device__ __forceinline__ u32 head() const { return both >> 16; }
 };
 
+// Elements from the queries' beginning to those of a row. Rows beyond those of the item have its last query.
+__device__ __forceinline__ u64 query_offset(const AttendCall& call, const Item& item, u32 kv_head, u32 first, PlacedRow row) {
+    const u64 of = item.row + min(first + row.query(), item.queries - 1u);
+    return of * call.query_stride + (u64)(kv_head * call.group + row.head()) * TENSOR_CHANNELS;
+}
+
+// Where 8 channels of a row of the block lie among the matrices.
+__device__ __forceinline__ u32 chunk_place(int row, int chunk) {
+    const u32 of_row = row / GROUP_ROWS * GROUP_QUERY_BYTES + row % GROUP_ROWS / 8 * 256 + row % 8 * 16;
+    return of_row + chunk / 2 * (GROUP_ROWS * 32) + chunk % 2 * MATRIX_BYTES;
+}
+
 // Loads of ranges behind it do not begin before it: all at once they would not fit the registers.
 __device__ __forceinline__ void keep_loads_behind() { __syncwarp(); }
 
@@ -86,6 +98,15 @@ struct EightElements {
         }
     }
 
+    // Those that were copied to shared memory.
+    __device__ __forceinline__ void take(const uint4* from) {
+        const uint4 loaded = *from;
+        words[0] = loaded.x;
+        words[1] = loaded.y;
+        words[2] = loaded.z;
+        words[3] = loaded.w;
+    }
+
     // Those of eight places that channels were dealt to.
     __device__ __forceinline__ void load_dealt(const Bits* row, int place) {
 #pragma unroll
@@ -123,10 +144,14 @@ struct WarpQueries {
     int warp;
     int lane;
 
-    // `rows` are those of the lane, `first` the first query of the part in its item. Rows beyond those of the item have
-    // its last query. `free` waits until the queries of the work before were read.
-    template <typename Bits, typename Free>
-    __device__ __forceinline__ void move(const Item& item, u32 kv_head, u32 first, const PlacedRow (&rows)[2], Free free) const {
+    // `rows` are those of the lane, `first` the first query of the part in its item. `copied` tells that their elements
+    // lie where they belong.
+    template <typename Bits>
+    __device__ __forceinline__ void move(const Item& item, u32 kv_head, u32 first, const PlacedRow (&rows)[2], bool copied) const {
+        if (KEY_BITS == 16 && copied && call.query_type == ELEMENTS_F16) {
+            if (lane < WARP_ROWS) constants[warp * WARP_ROWS + lane] = {call.score_scale, 0.0f};
+            return;
+        }
         const bool aligned = (((u64)call.queries | call.query_stride * sizeof(Bits)) & 15u) == 0u;
         // As many rows of a lane as registers have room for.
         constexpr int at_once = HEAD_DIM * sizeof(Bits) <= (KEY_BITS == 16 ? 512 : 256) ? 2 : 1;
@@ -135,20 +160,20 @@ struct WarpQueries {
             EightElements<Bits> of[at_once][LANE_CHUNKS];
 #pragma unroll
             for (int k = 0; k < at_once; k++) {
-                const u64 row = item.row + min(first + rows[h + k].query(), item.queries - 1u);
-                const u32 head = kv_head * call.group + rows[h + k].head();
-                const Bits* const from = (const Bits*)call.queries + row * call.query_stride + (u64)head * TENSOR_CHANNELS;
+                const int row = warp * WARP_ROWS + 8 * (h + k) + lane % 8;
+                const Bits* const from = (const Bits*)call.queries + query_offset(call, item, kv_head, first, rows[h + k]);
 #pragma unroll
                 for (int i = 0; i < LANE_CHUNKS; i++) {
                     const int channel = 8 * (4 * i + lane / 8);
                     if constexpr (ROTATION_DEALT<false>) {
                         of[k][i].load_dealt(from, channel);
+                    } else if (sizeof(Bits) == 2 && copied) {
+                        of[k][i].take(place(row, i));
                     } else {
                         of[k][i].load(from + channel, channel < TENSOR_CHANNELS, aligned);
                     }
                 }
             }
-            if (h == 0) free();
 #pragma unroll
             for (int k = 0; k < at_once; k++) {
                 const int row = warp * WARP_ROWS + 8 * (h + k) + lane % 8;
@@ -169,9 +194,7 @@ struct WarpQueries {
 
     // Where the lane's chunk `i` of a row lies among the matrices: it is chunk 4 i + lane / 8 of the row.
     __device__ __forceinline__ uint4* place(int row, int i) const {
-        const int of_lane = lane / 16 * (GROUP_ROWS * 32) + lane / 8 % 2 * MATRIX_BYTES;
-        const int of_row = row / GROUP_ROWS * GROUP_QUERY_BYTES + row % GROUP_ROWS / 8 * 256 + row % 8 * 16;
-        return (uint4*)(queries + of_row + of_lane + i * (2 * GROUP_ROWS * 32));
+        return (uint4*)(queries + chunk_place(row, lane / 8) + i * (2 * GROUP_ROWS * 32));
     }
 
     // The power of two that makes halves up to 2^15 of a row, whose largest element of the lane is given. The range of

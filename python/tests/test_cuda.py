@@ -79,6 +79,29 @@ def test_decoding_is_attention_to_what_is_held(recipe, dtype, call):
     assert [cache.length(sequence) for sequence in range(3)] == [303, 36, 3]
 
 
+@pytest.mark.parametrize("recipe", ["f16", "int8", "saw-int4", "turboquant-renormalized:4", "turboquant:3",
+                                    "saw-int4+sink=128", "turboquant-renormalized:4+centre"])
+def test_one_call_stores_what_two_store(recipe):
+    """Bit for bit, over the ends of tiles, with sequences that share a tile until then, in one or several blocks."""
+    one, two = new_cache(recipe, 6), new_cache(recipe, 6)
+    for cache in (one, two):
+        run_step(cache, [(0, 250)], 250, seed=1)
+        run_step(cache, [(1, 5000)], 5000, seed=2)
+        run_step(cache, [(2, 7)], 7, seed=3)
+        for source in range(3):
+            cache.fork(source, 3 + source)
+    for turn in range(12):
+        runs = list(range(6)) if turn % 3 else [1, 4, 0]
+        found = [run_step(cache, runs, len(runs), torch.bfloat16, 4 + turn, call)
+                 for cache, call in ((one, "both"), (two, "apart"))]
+        for (_, mine), (_, theirs) in zip(*found):
+            torch.testing.assert_close(mine.float(), theirs.float(), atol=1e-2, rtol=1e-2)
+    for layer in range(LAYERS):
+        for sequence in range(6):
+            for mine, theirs in zip(held(one, layer, sequence), held(two, layer, sequence)):
+                np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("tokens", [1, 33, 200, 700])
 def test_prompts_are_causal(tokens):
     cache = new_cache()

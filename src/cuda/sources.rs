@@ -19,6 +19,7 @@ files![
     "attend_run_pipelined.cu",
     "centre_keys.cu",
     "code_rows.cu",
+    "common/append_row.cuh",
     "common/attend_call.cuh",
     "common/calibration.cuh",
     "common/code_range.cuh",
@@ -67,6 +68,7 @@ files![
     "merge_run.cu",
     "merge_states.cu",
     "pack_windows.cu",
+    "page_addresses.cu",
     "prepare_query.cu",
     "quantize.cu",
     "ranges_span.cu",
@@ -87,7 +89,6 @@ files![
     "select/sum_partials.cu",
     "select/token_scores.cu",
     "select/top_k.cu",
-    "step_tables.cu",
     "uncentre_keys.cu",
     "uncentre_lse.cu",
     "unpack_tiles.cu",
@@ -95,10 +96,29 @@ files![
 
 #[cfg(test)]
 mod tests {
-    use super::SOURCES;
+    use std::path::{Path, PathBuf};
+
+    use super::{FILES, SOURCES};
 
     #[test]
     fn files_are_what_nvrtc_reads() {
         assert_eq!(SOURCES.check(), Ok(()));
+    }
+
+    /// The files of a folder and of those in it.
+    fn files(folder: &Path) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+    }
+
+    #[test]
+    fn every_file_is_compiled_in() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
+        let mut found: Vec<String> =
+            files(&root).iter().map(|path| path.strip_prefix(&root).unwrap().display().to_string()).collect();
+        let mut listed: Vec<String> = FILES.iter().map(|(name, _)| (*name).to_owned()).collect();
+        found.sort();
+        listed.sort();
+        assert_eq!(listed, found);
     }
 }

@@ -34,6 +34,8 @@ struct PartLaunches {
     of: Arc<ModelLaunches>,
     /// Whether attention may overlap with the storing kernels.
     beside: bool,
+    /// Whether attention itself stores the tokens of the step.
+    stores: bool,
 }
 
 impl WrittenStep<'_> {
@@ -59,7 +61,10 @@ impl WrittenStep<'_> {
                     .into();
             return Err(Error::Unsupported { what, hint: "launch it with the tensors that it was bound to".into() });
         }
-        let of = |part: &Part<'_>| PartLaunches { of: part.class().launches().clone(), beside: part.class().beside() };
+        let of = |part: &Part<'_>| {
+            let (of, beside) = (part.class().launches().clone(), part.class().beside());
+            PartLaunches { of, beside, stores: part.class().stores() }
+        };
         Ok(StepLaunches { shape, rows, parts: self.parts.map(of) })
     }
 }
@@ -72,10 +77,14 @@ impl StepLaunches {
     /// of the driver.
     pub fn store(&self, stream: &Arc<CudaStream>, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
         let (part, place) = self.parts.of_layer(layer)?;
+        self.check_rows(keys, values)?;
+        part.of.store(place)?.launch_on(stream, keys, values)
+    }
+
+    fn check_rows(&self, keys: &Tensor, values: &Tensor) -> Result<()> {
         let rows = RowLayout::token_major(self.rows, &self.shape);
         rows.check("keys", keys.elements(), &self.shape)?;
-        rows.check("values", values.elements(), &self.shape)?;
-        part.of.store(place)?.launch_on(stream, keys, values)
+        rows.check("values", values.elements(), &self.shape)
     }
 
     /// Attends to a layer, whose tokens of the step are stored.
@@ -86,12 +95,20 @@ impl StepLaunches {
         self.attend_as(stream, layer, [queries, output], false)
     }
 
-    /// Stores and attends in a row, which overlaps where the device can: see [`WrittenStep::launch`].
+    /// Stores and attends in a row, which overlaps where the device can: see [`WrittenStep::launch`]. Where a step
+    /// decodes one token of every sequence, one kernel may do both, to the same bits of the cache.
     ///
     /// # Errors
     /// As [`StepLaunches::store`].
     pub fn store_and_attend(&self, stream: &Arc<CudaStream>, layer: usize, tensors: &LayerTensors) -> Result<()> {
-        let beside = self.parts.of_layer(layer)?.0.beside;
+        let (part, place) = self.parts.of_layer(layer)?;
+        if part.stores {
+            let LayerTensors { keys, values, queries, output } = tensors;
+            self.check_rows(keys, values)?;
+            self.check_attended([queries, output])?;
+            return part.of.store_and_attend(place, stream, Some([[keys, values], [queries, output]]));
+        }
+        let beside = part.beside;
         self.store(stream, layer, &tensors.keys, &tensors.values)?;
         self.attend_as(stream, layer, [&tensors.queries, &tensors.output], beside)
     }
@@ -103,7 +120,12 @@ impl StepLaunches {
         [queries, output]: [&Tensor; 2],
         beside: bool,
     ) -> Result<()> {
+        self.check_attended([queries, output])?;
         let (part, place) = self.parts.of_layer(layer)?;
+        part.of.attention(place)?.launch_on(stream, queries, output, beside)
+    }
+
+    fn check_attended(&self, [queries, output]: [&Tensor; 2]) -> Result<()> {
         let expected = self.rows * self.shape.query_heads() * self.shape.head_dim();
         for (what, tensor) in [("queries", queries), ("output", output)] {
             if tensor.elements() < expected {
@@ -112,6 +134,6 @@ impl StepLaunches {
                 return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
             }
         }
-        part.of.attention(place)?.launch_on(stream, queries, output, beside)
+        Ok(())
     }
 }

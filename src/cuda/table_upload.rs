@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::result::memset_d8_async;
 use cudarc::driver::{CudaFunction, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use crate::cuda::backend::Cuda;
@@ -131,7 +132,8 @@ impl TableUpload {
         Ok(())
     }
 
-    /// Queues what was collected: a copy and a launch. The call must not be captured.
+    /// Queues what was collected: a copy, a launch, and a write that nobody reads. Kernels of the step may read tables
+    /// before the kernel before them is complete. Behind the write, the launch is. The call must not be captured.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], errors of the driver, and those of a kernel that is compiled.
@@ -140,7 +142,7 @@ impl TableUpload {
             return Ok(());
         }
         let jobs_at = self.bytes.len();
-        let needed = jobs_at + size_of_val(self.jobs.as_slice());
+        let needed = jobs_at + size_of_val(self.jobs.as_slice()) + ROW;
         let ready = match self.ready.take().filter(|ready| ready.device.bytes() >= needed) {
             Some(ready) => ready,
             None => Ready::new(backend, needed.next_power_of_two())?,
@@ -159,7 +161,11 @@ impl TableUpload {
         // SAFETY: The only argument matches the kernel: as many jobs as there are rows of blocks, which the copy before
         // has brought. Each reads what the copy brought, and writes to memory whose size was checked when it was added,
         // or that was made for its pages. That memory is freed in the order of the stream.
-        unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| driver_error(STEP_TABLES, 0, error))
+        unsafe { launch.launch(config) }.map_err(|error| driver_error(STEP_TABLES, 0, error))?;
+        let last = device.address() + (device.bytes() - ROW) as u64;
+        // SAFETY: The last row of the memory, which lies behind the jobs.
+        unsafe { memset_d8_async(last, 0, ROW, backend.stream().cu_stream()) }
+            .map_err(|error| driver_error(STEP_TABLES, ROW as u64, error))
     }
 }
 

@@ -253,7 +253,8 @@ impl AttendStep {
         output.memory().check_stream("output", stream)?;
         lse.map_or(Ok(()), |lse| lse.memory().check_stream("lse", stream))?;
         let memory = scratch.memory();
-        let mut step = BoundAttendStep { stream: stream.clone(), unseen: Vec::new(), launches: Vec::new(), memory };
+        let (stream_of, unseen, launches) = (stream.clone(), Vec::new(), Vec::new());
+        let mut step = BoundAttendStep { stream: stream_of, unseen, launches, storing: None, memory };
         let sinks = self.upload_sinks(stream)?;
         step.memory.extend(sinks.clone());
         self.bind_unseen(&mut step, output, lse)?;
@@ -300,6 +301,9 @@ impl AttendStep {
                 section_heads: self.shape.kv_heads() as u32,
             };
             let mut launches = segment.launches(backend, call, tables)?;
+            if self.segments.len() == 1 {
+                step.storing = segment.storing_launch(backend, call, tables)?;
+            }
             if launches.len() == 1 && launches[0].kernel.overlaps && !step.launches.is_empty() {
                 launches = launches.into_iter().map(Launch::beside_the_one_before).collect();
             }

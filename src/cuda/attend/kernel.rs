@@ -6,6 +6,7 @@ use super::run_variant::RunVariant;
 use super::variant::{AttendVariant, ScorePass};
 use crate::Result;
 use crate::cuda::Cuda;
+use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::launch::KernelLaunch;
 
 /// How the kernel is compiled.
@@ -47,6 +48,14 @@ impl SegmentKernel {
         match self {
             Self::Attend(_) => 1,
             Self::Run(variant) => variant.row_parts(group),
+        }
+    }
+
+    /// The kernel whose blocks also store the tokens of the step, if there is one.
+    pub(super) fn storing(&self, group: usize, facts: &DeviceFacts) -> Option<Self> {
+        match self {
+            Self::Attend(variant) => variant.storing(group, facts).map(Self::Attend),
+            Self::Run(_) => None,
         }
     }
 

@@ -11,6 +11,7 @@ use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::tensor::Tensor;
+use crate::cuda::pack::store_step::WriteCall;
 
 /// `AttendCall` of `cuda/common/attend_call.cuh`.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +52,17 @@ pub(super) struct AttendCall {
 
 // SAFETY: A struct of C layout without padding, the same on both sides. Addresses are plain integers.
 unsafe impl DeviceRepr for AttendCall {}
+
+/// `StoringCall` of `cuda/attend.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct StoringCall {
+    attend: AttendCall,
+    writes: WriteCall,
+}
+
+// SAFETY: A struct of two C layouts of whole words of 8 bytes, the same on both sides.
+unsafe impl DeviceRepr for StoringCall {}
 
 /// When a launch of `attend` begins: `early` of its call.
 #[derive(Clone, Copy, Debug)]
@@ -110,6 +122,8 @@ pub struct BoundAttendStep {
     pub(super) stream: Arc<CudaStream>,
     pub(super) unseen: Vec<UnseenRow>,
     pub(super) launches: Vec<Launch>,
+    /// The only launch, if its blocks may store the tokens of the step, with the kernel that does so.
+    pub(super) storing: Option<Launch>,
     pub(super) memory: Vec<Arc<Memory>>,
 }
 
@@ -151,6 +165,29 @@ impl BoundAttendStep {
             launch.run_as(stream, begins, AttendCall { queries, output, query_type, output_type, ..launch.call })
         };
         self.launches.iter().try_for_each(on_tensors)
+    }
+
+    /// Whether [`Self::launch_storing`] may stand for storing and attending.
+    pub(in crate::cuda) const fn stores(&self) -> bool {
+        self.storing.is_some()
+    }
+
+    /// [`Self::launch`] that also stores the tokens of the step, one for each query in their order, in the pages that
+    /// the tables mark; from and to other tensors than those that were bound, if they are given.
+    pub(in crate::cuda) fn launch_storing(
+        &self,
+        stream: &Arc<CudaStream>,
+        writes: WriteCall,
+        tensors: Option<[&Tensor; 2]>,
+    ) -> Result<()> {
+        let Some(Launch { kernel, call, .. }) = &self.storing else { return Ok(()) };
+        let mut attend = AttendCall { early: Begins::BesideStoring as u32, ..*call };
+        if let Some([queries, output]) = tensors {
+            (attend.queries, attend.query_type) = (queries.address(), queries.type_code());
+            (attend.output, attend.output_type) = (output.address(), output.type_code());
+        }
+        // SAFETY: The argument matches the kernel. Both calls were checked as those of two launches would be.
+        unsafe { kernel.run(stream, &StoringCall { attend, writes }) }
     }
 
     /// Bytes that the step keeps alive, including scratch and stores.

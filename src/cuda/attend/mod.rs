@@ -14,6 +14,7 @@ mod run_variant;
 pub(super) mod scratch;
 mod segment;
 mod split;
+mod storing;
 pub(super) mod uncentre_lse;
 mod unpack;
 mod unseen;

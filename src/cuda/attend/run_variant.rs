@@ -302,7 +302,9 @@ impl RunVariant {
         if self.takes_works() {
             // A pass is a tile of up to 128 channels, or half of one.
             let pass = if self.pages.head_dim > MOST_CHANNELS { tile / 2 } else { tile };
-            return self.stages * pass + queries;
+            // The queries of the next work have room, too, except those of 256 channels.
+            let works = if self.pages.head_dim > MOST_CHANNELS { 1 } else { 2 };
+            return self.stages * pass + works * queries;
         }
         let halves = match self.multiplies {
             Multiplies::Warpgroups { halves } => halves * tile + queries,

@@ -69,6 +69,8 @@ pub(super) struct AttendVariant {
     /// Warps that attend to the same tokens, each for its own of a block's heads.
     pub(super) row_warps: usize,
     pub(super) logits: Logits,
+    /// Whether blocks also store the tokens of the step: `STORES` in `cuda/attend.cu`.
+    pub(super) stores: bool,
 }
 
 /// Most warps that attend to the same tokens.
@@ -121,6 +123,7 @@ impl AttendVariant {
             moving: false,
             row_warps: 1,
             logits: Logits::default(),
+            stores: false,
         };
         let fits = |variant: &Self| variant.fits(tokens, facts);
         // More warps hide more latency, but more bytes in flight than memory needs only delay the first. With more
@@ -193,6 +196,7 @@ impl AttendVariant {
             moving: true,
             row_warps,
             logits: Logits::default(),
+            stores: false,
         };
         // Sixteen warps have registers for passes of 64 tokens.
         let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
@@ -211,12 +215,23 @@ impl AttendVariant {
 
     /// Whether its loads are whole, of a step of at most `tokens` tokens, and its blocks find room.
     fn fits(&self, tokens: usize, facts: &DeviceFacts) -> bool {
-        let fixed = self.fixed_bytes();
-        let room = facts.shared_bytes - (self.blocks - 1) * RESERVED_SHARED_BYTES;
         self.pass_tokens <= tokens
             && whole_loads(&self.pages, self.pass_tokens)
-            && (self.row_warps == 1 || fixed <= MOST_STATIC_BYTES)
-            && (self.shared_bytes() + fixed) * self.blocks <= room
+            && (self.row_warps == 1 || self.fixed_bytes() <= MOST_STATIC_BYTES)
+            && self.has_room(facts)
+    }
+
+    const fn has_room(&self, facts: &DeviceFacts) -> bool {
+        let room = facts.shared_bytes - (self.blocks - 1) * RESERVED_SHARED_BYTES;
+        (self.shared_bytes() + self.fixed_bytes()) * self.blocks <= room
+    }
+
+    /// The same variant, whose blocks also store the tokens of the step, where each attends to one query with all the
+    /// query heads of a KV head, of which there are `group`. It needs the copy engine.
+    pub(super) fn storing(self, group: usize, facts: &DeviceFacts) -> Option<Self> {
+        let storing = Self { stores: true, ..self };
+        let alone = self.queries == 1 && self.row_warps == 1 && group <= self.block_heads() && self.warps > 2;
+        (self.bulk_copies && alone && storing.has_room(facts)).then_some(storing)
     }
 
     /// Every variant that steps may use if their items have up to `queries` queries, whatever their lengths.
@@ -260,7 +275,8 @@ impl AttendVariant {
         let joined =
             self.warps * self.warp_heads() * 3 * size_of::<f32>() + self.pages.head_dim * size_of::<[f32; 2]>();
         let outputs = heads * self.pages.head_dim + MOST_CLUSTER * (CLUSTER_RUN + heads);
-        rows + group_sums + joined + outputs * size_of::<f32>() + SPARE_SHARED_BYTES
+        let stored = if self.stores { 2 * self.pages.head_dim * (size_of::<f32>() + size_of::<u16>()) } else { 0 };
+        rows + group_sums + joined + outputs * size_of::<f32>() + stored + SPARE_SHARED_BYTES
     }
 
     /// Heads of a warp.
@@ -289,13 +305,19 @@ impl AttendVariant {
             ("SCORE_PASS", pass as usize),
         ]);
         defines.extend(self.logits.defines());
+        defines.extend(self.stores.then_some(("STORES", 1)));
         Program { sources: &SOURCES, files: &["attend.cu"], defines }
+    }
+
+    /// Bytes of keys and values that a block has under way.
+    pub(super) const fn ring_bytes(&self) -> usize {
+        self.warps / self.row_warps * self.stages * stage_bytes(&self.pages, self.step_tokens)
     }
 
     /// Shared memory of the rings, where the warps' sums are merged afterwards: those of minimums next to those of
     /// channels.
     pub(super) const fn shared_bytes(&self) -> usize {
-        let rings = self.warps / self.row_warps * self.stages * stage_bytes(&self.pages, self.step_tokens);
+        let rings = self.ring_bytes();
         let minimums = match self.pages.value.row_groups(self.pages.head_dim) {
             1 => 0,
             groups => groups.next_multiple_of(32),
@@ -486,6 +508,7 @@ mod tests {
         let many = many.flat_map(|run| [ScorePass::Extremes, ScorePass::Mapped].map(|pass| run.program(pass)));
         let rows = pages.rows_program();
         let wide = wide.program(ScorePass::Plain);
+        let storing = attend.storing(shape.group(), &H200).map(|variant| variant.program(ScorePass::Plain));
         let moving = [2, 4, 8].map(|queries| AttendVariant::moving(pages, shape.group(), queries, &H200));
         let windowed = Logits { mask: TokenMask::Window, ..Logits::default() };
         let moving = moving.into_iter().flatten().flat_map(|variant| {
@@ -498,6 +521,7 @@ mod tests {
             .chain(runs)
             .chain(many)
             .chain(moving)
+            .chain(storing)
             .chain(unpacks)
             .chain([wide, rows])
             .collect()

@@ -205,6 +205,7 @@ impl ModelStep {
             plan = plan.with_output_layout(rows);
         }
         layers.iter().try_for_each(|&layer| plan.check_rows(self.tensors.attended(layer)))?;
-        Ok(PlannedPart { plan, begins: part.table.begins() })
+        let decodes = part.table.decodes(part.plan.rows());
+        Ok(PlannedPart { plan, begins: part.table.begins(), decodes })
     }
 }

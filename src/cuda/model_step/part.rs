@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::CudaStream;
+
 use crate::Result;
 use crate::backend::{BoundClass, BoundPart, BoundParts, OpenStep, StepTensors, of_layer};
 use crate::cuda::attend::attend_step::AttendStep;
@@ -26,6 +28,8 @@ pub(in crate::cuda) struct PartClass {
     begins: bool,
     /// Whether attention may overlap with the storing kernels.
     beside: bool,
+    /// Whether every sequence decodes one token, which attention itself stores.
+    stores: bool,
     table: WriteMemory,
     plan: AttendStep,
     scratch: AttendScratch,
@@ -57,6 +61,24 @@ impl ModelLaunches {
         of_layer(&self.attention, place)
     }
 
+    /// Launches attention that stores the tokens of the step itself, and what is launched before it. The tensors are
+    /// keys and values, then queries and output.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
+    pub(in crate::cuda) fn store_and_attend(
+        &self,
+        place: usize,
+        stream: &Arc<CudaStream>,
+        tensors: Option<[[&Tensor; 2]; 2]>,
+    ) -> Result<()> {
+        let (rows, attended) = (tensors.map(|of| of[0]), tensors.map(|of| of[1]));
+        match self.store(place)?.launch_before_append(stream, rows)? {
+            Some(append) => self.attention(place)?.launch_storing(stream, append, attended),
+            None => Ok(()),
+        }
+    }
+
     /// Whether some layer has queries that see no token.
     pub(in crate::cuda) fn write_unseen_rows(&self) -> bool {
         self.attention.iter().any(BoundAttendStep::writes_unseen_rows)
@@ -69,13 +91,15 @@ pub(in crate::cuda) struct PlannedPart {
     pub(super) plan: AttendStep,
     /// Whether a sequence of a centred recipe begins with it.
     pub(super) begins: bool,
+    /// Whether it decodes one token of every sequence, in the order of the queries, all into one store.
+    pub(super) decodes: bool,
 }
 
 impl BoundClass for PartClass {
     type Planned = PlannedPart;
 
     fn serves(&self, planned: &PlannedPart) -> bool {
-        self.begins == planned.begins && planned.plan.is_bound_like(&self.plan)
+        self.begins == planned.begins && (planned.decodes || !self.stores) && planned.plan.is_bound_like(&self.plan)
     }
 
     fn take_on(&mut self, planned: PlannedPart) {
@@ -91,7 +115,7 @@ impl PartClass {
     pub(super) fn bind(
         (backend, tensors): (&Cuda, &StepTensors<Tensor>),
         (part, layers): (&OpenStep<'_, Store, NonFiniteFlags>, &[usize]),
-        PlannedPart { plan, begins }: PlannedPart,
+        PlannedPart { plan, begins, decodes }: PlannedPart,
         (others, number): (&BoundParts<Self>, u64),
     ) -> Result<Self> {
         let layout = part.table.layout();
@@ -119,7 +143,9 @@ impl PartClass {
         }
         let beside = plan.begins_beside_storing(backend.kernels().facts())
             && launches.stores.iter().all(BoundStoreStep::appends);
-        Ok(Self { number, begins, beside, table, plan, scratch, tables, launches: Arc::new(launches) })
+        let both = || launches.attention.iter().zip(&launches.stores);
+        let stores = beside && decodes && both().all(|(of, stores)| of.stores() && stores.last_append().is_some());
+        Ok(Self { number, begins, beside, stores, table, plan, scratch, tables, launches: Arc::new(launches) })
     }
 
     /// Adds the tables of a step that it serves to what the step uploads.
@@ -139,6 +165,11 @@ impl PartClass {
     /// Whether attention may overlap with the storing kernels.
     pub(in crate::cuda) const fn beside(&self) -> bool {
         self.beside
+    }
+
+    /// Whether attention itself stores the tokens of the step.
+    pub(in crate::cuda) const fn stores(&self) -> bool {
+        self.stores
     }
 
     /// The step that it serves.

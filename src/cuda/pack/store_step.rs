@@ -21,6 +21,9 @@ use crate::{Error, Result};
 /// The kernel that stores tokens.
 const APPEND: &str = "append";
 
+/// The kernel that copies shared pages.
+const COPY_PAGE: &str = "copy_page";
+
 /// `APPEND_WARPS` of `cuda/append.cu`.
 const APPEND_WARPS: usize = 8;
 
@@ -37,7 +40,7 @@ const BLOCKS_EACH: usize = 2;
 /// `WriteCall` of `cuda/common/step_call.cuh`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
-struct WriteCall {
+pub(in crate::cuda) struct WriteCall {
     table: u64,
     keys: u64,
     values: u64,
@@ -242,6 +245,25 @@ impl BoundStoreStep {
         self.launches.iter().try_for_each(on_tensors)
     }
 
+    /// The call of the last launch, if that is the only one that stores tokens, and centres none: its tokens may be
+    /// stored by the kernel that attends to them.
+    pub(in crate::cuda) fn last_append(&self) -> Option<WriteCall> {
+        let (last, before) = self.launches.split_last()?;
+        let alone = last.kernel.name == APPEND && before.iter().all(|launch| launch.kernel.name == COPY_PAGE);
+        (alone && last.call.centres == 0).then_some(last.call)
+    }
+
+    /// [`Self::launch_on`] of all launches but the last. Returns the call of that one.
+    pub(in crate::cuda) fn launch_before_append(
+        &self,
+        stream: &Arc<CudaStream>,
+        tensors: Option<[&Tensor; 2]>,
+    ) -> Result<Option<WriteCall>> {
+        let Some(append) = self.last_append() else { return Ok(None) };
+        self.launches.iter().rev().skip(1).rev().try_for_each(|launch| launch.run(stream))?;
+        Ok(Some(tensors.map_or(append, |[keys, values]| append.with_rows(keys, values))))
+    }
+
     /// Whether it stores tokens. Kernels behind `append` are admitted once all work before the step is done.
     pub(in crate::cuda) fn appends(&self) -> bool {
         self.launches.iter().any(|launch| launch.kernel.name == APPEND)
@@ -384,7 +406,7 @@ impl Binder<'_> {
 /// The kernel of a section, and the store that it writes.
 fn kernel_of(layout: &WriteLayout, section: TableSection) -> (&'static str, usize) {
     match section {
-        TableSection::Copies(store) => ("copy_page", store),
+        TableSection::Copies(store) => (COPY_PAGE, store),
         TableSection::Centres(store) => ("key_mean_of_step", store),
         TableSection::Tokens(store) => (APPEND, store),
         TableSection::Windows(pair) => ("pack_windows", layout.windows()[pair].to),

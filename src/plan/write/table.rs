@@ -157,6 +157,16 @@ impl WriteTable {
         })
     }
 
+    /// Whether the step stores one token for each of `queries` queries, in their order and all in one store.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn decodes(&self, queries: usize) -> bool {
+        let stores = self.layout.stores().len();
+        let mut filled = (0..stores).map(TableSection::Tokens).filter(|&section| self.count(section) > 0);
+        let (Some(section), None) = (filled.next(), filled.next()) else { return false };
+        let in_order = |(query, entry)| matches!(entry, WriteEntry::Token(of) if of.token == query);
+        self.count(section) == queries && self.entries(section).enumerate().all(in_order)
+    }
+
     /// Whether the step has entries in sections that decoding a token leaves empty.
     #[cfg(feature = "cuda")]
     pub(crate) fn begins(&self) -> bool {
@@ -307,6 +317,23 @@ mod tests {
 
     const fn page(shard: u32, index: u32) -> Page {
         Page { shard, index }
+    }
+
+    /// Attention finds the token of a query by the query's number.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn decoding_stores_a_token_for_each_query_in_their_order() {
+        let layout = layout();
+        let decodes = |tokens: &[usize], queries| {
+            let mut writes = LayerWrites::of(&layout);
+            let of = |&token| TokenWrite { token, page: page(0, token as u32), slot: 3, centre: None };
+            writes.stores[0].tokens.extend(tokens.iter().map(of));
+            let mut table = WriteTable::new(&layout);
+            table.set(&writes).unwrap();
+            table.decodes(queries)
+        };
+        assert!(decodes(&[0, 1, 2], 3));
+        assert!(!decodes(&[0, 2, 1], 3) && !decodes(&[0, 1, 2], 2) && !decodes(&[0, 1], 3) && !decodes(&[], 0));
     }
 
     fn writes(layout: &WriteLayout) -> LayerWrites {
