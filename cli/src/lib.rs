@@ -20,7 +20,7 @@ pub mod readers;
 
 pub use model::{
     Activation, Attention, Chunk, Config, ExactAttention, Fused, Inputs, Linear, LocalLayers, Model, ModelError,
-    PackedAttention, Product, RopePairs, Tokenizer, softmax,
+    PackedAttention, Product, RopePairs, Tokenizer, WeightTensors, Weights, softmax,
 };
 pub use provenance::run as this_run;
 

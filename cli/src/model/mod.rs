@@ -50,7 +50,7 @@ pub use quantized::QuantizedModel;
 pub use rotation::Inputs;
 pub use tokenizer::Tokenizer;
 pub use transformer::Model;
-pub use weights::{Linear, Product};
+pub use weights::{Linear, Product, Tensors as WeightTensors, Weights};
 
 /// Tokens of one forward pass over a text: a tile, so that chunks end where tiles do.
 pub const CHUNK_TOKENS: usize = kvpack::TILE_TOKENS;

@@ -108,6 +108,12 @@ impl Decoder {
         Ok(logits.chunks(self.config.vocabulary).map(<[f32]>::to_vec).collect())
     }
 
+    /// The token with the largest logit behind every row of the stream. The device chooses it.
+    pub fn largest(&self, stream: Tensor<2>) -> Result<Vec<u32>> {
+        let logits = self.output.forward(&self.norm(stream, &self.output_norm));
+        Ok(logits.argmax(1).into_data().iter::<i64>().map(|token| token as u32).collect())
+    }
+
     fn indices(&self, of: &[u32]) -> Tensor<1, Int> {
         let of: Vec<i32> = of.iter().map(|&index| index as i32).collect();
         Tensor::from_data(TensorData::new(of.clone(), [of.len()]), &self.device)

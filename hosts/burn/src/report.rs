@@ -1,0 +1,44 @@
+//! What the study prints and writes.
+
+use std::fs;
+use std::path::Path;
+
+use kvpack::backend::Device as _;
+use kvpack::wgpu::Wgpu;
+use kvpack_cli::this_run;
+use kvpack_report::Run;
+use serde::Serialize;
+
+use crate::Result;
+
+/// A file of rows.
+#[derive(Serialize)]
+struct Report<'a, T> {
+    study: &'a str,
+    run: Run,
+    device: String,
+    model: &'a str,
+    rows: &'a [T],
+}
+
+/// This run. The program is not the command that its reader is taken from.
+fn run() -> Run {
+    let of_command = this_run(String::new(), None);
+    let arguments = of_command.command.split_once(' ').map_or("", |(_, arguments)| arguments);
+    Run { command: format!("burn-host {arguments}"), ..of_command }
+}
+
+/// What the study says before its table.
+pub fn heading(backend: &Wgpu, model: &str) {
+    let Run { commit, date, command, .. } = run();
+    println!("\ndecode: {model}; {}; commit {}; {date}", backend.name(), commit.unwrap_or("unknown".into()));
+    println!("{command}\n");
+}
+
+/// Writes the rows to a file, if there is one.
+pub fn write<T: Serialize>(path: Option<&Path>, backend: &Wgpu, model: &str, rows: &[T]) -> Result<()> {
+    let Some(path) = path else { return Ok(()) };
+    let report = Report { study: "decode", run: run(), device: backend.name(), model, rows };
+    let text = serde_json::to_string_pretty(&report)?;
+    fs::write(path, text).map_err(|error| format!("cannot write {}: {error}", path.display()).into())
+}
