@@ -12,6 +12,7 @@ mod decoder;
 #[cfg(feature = "gguf")]
 mod gguf;
 mod host;
+#[cfg(feature = "gguf")]
 mod own;
 mod projections;
 #[cfg(feature = "gguf")]
