@@ -33,7 +33,9 @@ fn a_quantised_model_is_evaluated_and_writes() {
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     // The weights of the file are the mark: codes of 8 bits change its predictions a little, and none of its own.
     let against = |model: &str| {
-        let run = kvpack(&[&["eval", "--backend", "cpu", "--json", "--model", model, "--against", MODEL], &lengths[..]].concat());
+        let run = kvpack(
+            &[&["eval", "--backend", "cpu", "--json", "--model", model, "--against", MODEL], &lengths[..]].concat(),
+        );
         assert_eq!(run.code, 0, "{}{}", run.out, run.err);
         let report: serde_json::Value = serde_json::from_str(&run.out).unwrap();
         assert!(report["against"].is_string(), "{report}");
