@@ -85,10 +85,9 @@ pub fn print(report: &ModelReport) -> anyhow::Result<()> {
     }
     say!("{table}")?;
     let mark = report.against.as_ref().map_or_else(String::new, |model| format!(" of {}", one_line(model)));
-    say!(
-        "\nppl N: perplexity of the first N tokens. KL: mean divergence from the predictions{mark} with an f16 cache, in"
-    )?;
-    say!("nats. top-1: positions whose likeliest token is the same. pass key: mean log-probability of its digits.")?;
+    say!("\nppl N: perplexity of the first N tokens. pass key: mean log-probability of its digits.")?;
+    say!("KL: mean divergence from the predictions{mark} with an f16 cache, in nats.")?;
+    say!("top-1: positions whose likeliest token is that of the same predictions.")?;
     say!("bits: per element of keys and values, with all ranges and what the recipe keeps in f16.")?;
     // Of a recipe nothing is known where weights differ, too.
     let verdict = if report.against.is_none() { verdict(&report.rows) } else { Vec::new() };
