@@ -14,6 +14,10 @@ pub struct ModelReport {
     pub model: String,
     /// The text.
     pub text: String,
+    /// The model whose predictions with an f16 cache are the mark of divergences and agreements; none for the model
+    /// itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub against: Option<String>,
     /// Where attention ran.
     pub backend: String,
     /// Lengths at which perplexity was taken, in tokens.
@@ -35,11 +39,11 @@ pub struct RecipeRow {
     pub recipe: String,
     /// Perplexity at each length.
     pub perplexities: Vec<f64>,
-    /// Mean KL divergence from the f16 cache, in nats.
+    /// Mean KL divergence from the f16 cache, or from another model's, in nats.
     pub divergence: f64,
     /// The same for each chunk of 128 tokens.
     pub divergence_by_chunk: Vec<f64>,
-    /// Share of positions whose likeliest token is that of the f16 cache.
+    /// Share of positions whose likeliest token is that of the same.
     pub agreement: f64,
     /// Pass keys.
     pub passkeys: Vec<PasskeyRow>,

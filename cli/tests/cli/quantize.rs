@@ -31,6 +31,19 @@ fn a_quantised_model_is_evaluated_and_writes() {
     let lengths = ["--lengths", "32", "--passkey-tokens", "0", "--recipes", "f16"];
     let run = kvpack(&[&["eval", "--backend", "cpu", "--model", output], &lengths[..]].concat());
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+    // The weights of the file are the mark: codes of 8 bits change its predictions a little, and none of its own.
+    let against = |model: &str| {
+        let run = kvpack(
+            &[&["eval", "--backend", "cpu", "--json", "--model", model, "--against", MODEL], &lengths[..]].concat(),
+        );
+        assert_eq!(run.code, 0, "{}{}", run.out, run.err);
+        let report: serde_json::Value = serde_json::from_str(&run.out).unwrap();
+        assert!(report["against"].is_string(), "{report}");
+        report["rows"][0]["divergence"].as_f64().unwrap()
+    };
+    assert_eq!(against(MODEL), 0.0);
+    let divergence = against(output);
+    assert!(divergence > 1e-9 && divergence < 0.01, "{divergence}");
     // A file of the folder that is cut off.
     let weights = folder.join("model.safetensors");
     let bytes = std::fs::read(&weights).unwrap();

@@ -1,16 +1,15 @@
 //! A decoder on burn as a model of the scheduler.
 
+#[cfg(feature = "gguf")]
+mod timed;
+
 use std::error::Error;
-use std::time::Instant;
 
 use burn::tensor::Tensor;
-use kvpack::backend::Device as _;
 use kvpack::cache::ModelCache;
-use kvpack::plan::{ElementType, Elements, RowLayout};
+use kvpack::plan::{ElementType, RowLayout};
 use kvpack::wgpu::{LayerTensors, ModelStep, Wgpu};
-use kvpack_serving::decoder::Config;
-use kvpack_serving::{Batch, Model, tiny};
-use pollster::block_on;
+use kvpack_serving::{Batch, Model};
 
 use crate::decoder::Decoder;
 use crate::{Result, attention};
@@ -33,16 +32,6 @@ impl Host {
         Ok(Self { decoder, steps, end })
     }
 
-    /// The decoder.
-    pub const fn decoder(&self) -> &Decoder {
-        &self.decoder
-    }
-
-    /// Its shape.
-    pub const fn config(&self) -> &Config {
-        &self.decoder.config
-    }
-
     // --- step
     /// The residual stream of a batch whose step is open.
     pub fn stream(&mut self, cache: &ModelCache<Wgpu>, batch: &Batch) -> Result<Tensor<2>> {
@@ -52,32 +41,6 @@ impl Host {
         self.decoder.forward(&tokens, &positions, &mut |layer, rows| attention::attend(&step, layer, rows))
     }
     // --- end
-
-    /// Milliseconds of an open step in all layers without the rest of the model, submitted as in a step: the middle of
-    /// several.
-    pub fn attention_ms(&mut self, cache: &ModelCache<Wgpu>) -> Result<f64> {
-        const REPEATS: usize = 5;
-        let open = cache.open_steps()?;
-        let rows = open.first().map_or(0, |part| part.plan.rows());
-        let step = self.steps.write(&open)?;
-        let (shape, mut seed) = (self.decoder.config.attention, 5);
-        let mut random = |heads: usize| {
-            let elements = tiny::random(&mut seed, rows * heads * shape.head_dim(), 1.7);
-            block_on(cache.backend().upload(Elements::F32(&elements)))
-        };
-        let (kv, query) = (shape.kv_heads(), shape.query_heads());
-        let lent =
-            LayerTensors { keys: random(kv)?, values: random(kv)?, queries: random(query)?, output: random(query)? };
-        let mut times = Vec::new();
-        for _ in 0..REPEATS {
-            let start = Instant::now();
-            (0..cache.layers()).try_for_each(|layer| step.submit(layer, &lent))?;
-            block_on(cache.backend().download(&lent.output))?; // waits for what was submitted
-            times.push(start.elapsed().as_secs_f64() * 1e3);
-        }
-        times.sort_unstable_by(f64::total_cmp);
-        Ok(times[REPEATS / 2])
-    }
 
     /// The logits of every run that answers.
     pub fn logits(&mut self, cache: &ModelCache<Wgpu>, batch: &Batch) -> Result<Vec<Vec<f32>>> {

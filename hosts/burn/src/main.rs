@@ -1,17 +1,21 @@
 //! Whole models on burn with kvpack as their attention and cache, on wgpu.
 //!
 //! Without arguments the program checks itself: what is between burn and kvpack (`bridge`), and a small model
-//! (`checks`). `decode` times steps of a GGUF file's model.
+//! (`checks`). With the feature `gguf`, `decode` times steps of a GGUF file's model.
 
 mod attention;
 mod bridge;
 mod checks;
+#[cfg(feature = "gguf")]
 mod decode;
 mod decoder;
+#[cfg(feature = "gguf")]
 mod gguf;
 mod host;
+#[cfg(feature = "gguf")]
 mod own;
 mod projections;
+#[cfg(feature = "gguf")]
 mod report;
 mod trace;
 
@@ -34,6 +38,7 @@ enum Command {
     /// Compares the bridge with burn's own attention, and small models with the command's CPU backend; the default
     Check,
     /// Times steps of decoding of a GGUF file's model
+    #[cfg(feature = "gguf")]
     Decode(decode::DecodeArgs),
 }
 
@@ -48,6 +53,7 @@ fn main() -> Result<ExitCode> {
             passed &= checks::logits(&device, &backend)?;
             passed & checks::queue(&device, &backend)?
         }
+        #[cfg(feature = "gguf")]
         Command::Decode(decode) => decode.run(&device, &backend)?,
     };
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })

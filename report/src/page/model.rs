@@ -26,12 +26,13 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, ModelReport>]) {
     for Subject { report, .. } in subjects {
         html.paragraph(&format!(
             "{} reads {}. Attention on {}. The f16 cache against full-precision attention: NMSE {:.1e} of the \
-             log-probabilities of {} tokens. KL is the divergence from the predictions with an f16 cache, in nats. {}",
+             log-probabilities of {} tokens. KL is the divergence from the predictions{} with an f16 cache, in nats. {}",
             report.model,
             report.text,
             report.backend,
             report.f16_nmse,
             report.compared_tokens,
+            report.against.as_ref().map_or_else(String::new, |model| format!(" of {model}")),
             run_in_words(report.run.as_ref())
         ));
     }

@@ -45,6 +45,7 @@ fn model() -> ModelReport {
         lengths: vec![1024],
         compared_tokens: 512,
         f16_nmse: 4e-9,
+        against: None,
         passkey_tokens: 0,
         rows: rows.map(|(name, bits, divergence)| recipe(name, bits, divergence)).into(),
     }

@@ -51,8 +51,11 @@ pub struct ModelArgs {
     /// Tokens of the texts in which the pass key is hidden; 0 skips this measurement.
     #[arg(help_heading = MODEL, long, value_name = "N", default_value_t = 1024, requires = "model")]
     passkey_tokens: usize,
+    /// Compare predictions with those of this model, a file or a folder, with an f16 cache, instead of the model's own.
+    #[arg(help_heading = MODEL, long, value_name = "FILE", requires = "model")]
+    against: Option<PathBuf>,
     /// Cut N documents from the text and ask questions about them, instead of reading the text.
-    #[arg(help_heading = MODEL, long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens"])]
+    #[arg(help_heading = MODEL, long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens", "against"])]
     documents: Option<usize>,
     /// Tokens of each document.
     #[arg(help_heading = MODEL, long, value_name = "N", default_value_t = 640, requires = "documents")]
@@ -83,7 +86,12 @@ pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: 
     }
     let wanted = Wanted::parse(&args.recipes)?;
     let model = Model::load(file)?;
-    let task = Task::new(&model, text(args.text.as_deref())?, args)?;
+    let text = text(args.text.as_deref())?;
+    let task = Task::new(&model, &text, args)?;
+    let task = match &args.against {
+        Some(file) => task.against(Model::load(file)?, &text)?,
+        None => task,
+    };
     let backend = backend.open()?;
     let run = provenance::run(backend.driver(), None);
     match &backend {
@@ -97,6 +105,8 @@ pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: 
 /// What every recipe has to do.
 struct Task<'a> {
     model: &'a Model,
+    /// The model whose predictions are the mark, unless that is the model itself.
+    against: Option<Model>,
     text: String,
     tokens: Vec<u32>,
     lengths: Vec<usize>,
@@ -104,7 +114,7 @@ struct Task<'a> {
 }
 
 impl<'a> Task<'a> {
-    fn new(model: &'a Model, text: Text, args: &ModelArgs) -> Result<Self> {
+    fn new(model: &'a Model, text: &Text, args: &ModelArgs) -> Result<Self> {
         let mut lengths = args.lengths.clone();
         lengths.sort_unstable();
         lengths.dedup();
@@ -121,7 +131,23 @@ impl<'a> Task<'a> {
         }
         let passkeys = passkey::hide(model, &tokens, args.passkey_tokens)?;
         tokens.truncate(longest);
-        Ok(Self { model, text: text.name, tokens, lengths, passkeys })
+        Ok(Self { model, against: None, text: text.name.clone(), tokens, lengths, passkeys })
+    }
+
+    /// The same against the predictions of another model, which cuts the text into the same tokens.
+    fn against(self, other: Model, text: &Text) -> Result<Self> {
+        other.check_context(self.tokens.len())?;
+        let same_count = other.tokenizer.vocabulary() == self.model.tokenizer.vocabulary();
+        if !same_count || !other.tokenizer.encode_text(&text.content)?.starts_with(&self.tokens) {
+            bail!(
+                "--against {}: it does not cut {} into the tokens of {}; predictions are compared token by token, so take \
+                 a model with the same tokenizer",
+                other.config.name,
+                text.name,
+                self.model.config.name
+            );
+        }
+        Ok(Self { against: Some(other), ..self })
     }
 
     /// Tokens that one recipe reads.
@@ -138,16 +164,27 @@ fn evaluate<B: Backend + Clone>(
 ) -> Result<Outcome> {
     let recipes = wanted::fitting(&task.model.config, wanted, backend)?;
     let compared = COMPARED_TOKENS.min(task.tokens.len());
-    let work = task.tokens.len() + compared + recipes.len() * task.work();
+    // With another model as the mark, the model's own predictions are only compared with candle's attention.
+    let own = if task.against.is_some() { compared } else { task.tokens.len() };
+    let others = if task.against.is_some() { task.tokens.len() } else { 0 };
+    let work = own + others + compared + recipes.len() * task.work();
     let progress = ProgressBar::new(work as u64).with_style(print::bar());
 
     progress.set_message("f16 cache");
     let f16: ModelRecipe = "f16".parse()?;
     let mut attention = PackedAttention::new(backend, &task.model.config, &f16)?;
-    let reference = Reference::read(task.model, &mut attention, &task.tokens, &progress)?;
+    let own = Reference::read(task.model, &mut attention, &task.tokens[..own], &progress)?;
     progress.set_message("candle's attention");
     let mut exact = ExactAttention::new(&task.model.config);
-    let nmse = reference.nmse(task.model, &mut exact, &task.tokens[..compared], &progress)?;
+    let nmse = own.nmse(task.model, &mut exact, &task.tokens[..compared], &progress)?;
+    let reference = match &task.against {
+        Some(other) => {
+            progress.set_message("the other model");
+            let mut attention = PackedAttention::new(backend, &other.config, &f16)?;
+            Reference::read(other, &mut attention, &task.tokens, &progress)?
+        }
+        None => own,
+    };
 
     let mut report = report::report(task, (backend.name(), run), compared, nmse);
     let mut add_row = |recipe: &ModelRecipe| {

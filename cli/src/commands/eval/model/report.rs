@@ -18,6 +18,7 @@ pub fn report(task: &Task<'_>, (backend, run): (String, Run), compared_tokens: u
         run: Some(run),
         model: task.model.config.name.clone(),
         text: task.text.clone(),
+        against: task.against.as_ref().map(|model| model.config.name.clone()),
         backend,
         lengths: task.lengths.clone(),
         compared_tokens,
@@ -83,10 +84,13 @@ pub fn print(report: &ModelReport) -> anyhow::Result<()> {
         table.add_row(cells);
     }
     say!("{table}")?;
-    say!("\nppl N: perplexity of the first N tokens. KL: mean divergence from the f16 cache's predictions, in nats.")?;
-    say!("top-1: positions whose likeliest token is the f16 cache's. pass key: mean log-probability of its digits.")?;
+    let mark = report.against.as_ref().map_or_else(String::new, |model| format!(" of {}", one_line(model)));
+    say!("\nppl N: perplexity of the first N tokens. pass key: mean log-probability of its digits.")?;
+    say!("KL: mean divergence from the predictions{mark} with an f16 cache, in nats.")?;
+    say!("top-1: positions whose likeliest token is that of the same predictions.")?;
     say!("bits: per element of keys and values, with all ranges and what the recipe keeps in f16.")?;
-    let verdict = verdict(&report.rows);
+    // Of a recipe nothing is known where weights differ, too.
+    let verdict = if report.against.is_none() { verdict(&report.rows) } else { Vec::new() };
     if !verdict.is_empty() {
         say!("\n{}", verdict.join("\n"))?;
     }
