@@ -5,13 +5,14 @@
 //
 // Blocks stay on their multiprocessor and take one work after the other: ROWS rows of an item, for one KV head. One warp
 // lets the copy engine fetch keys and values, which lie in the page as the tensor cores read them. Three warps next to it
-// copy the queries of the next work. The other warpgroups have 64 rows each. They take the tokens in passes, the newest first, since only those are hidden from some
-// rows. While the products of a pass with its keys become weights, the products of the pass before with its values run.
-// Warpgroups start their products in turn, so that some multiply while others compute weights.
+// copy the queries of the next work. The other warpgroups have 64 rows each. They take the tokens in passes, the newest
+// first, since only those are hidden from some rows. While the products of a pass with its keys become weights, the
+// products of the pass before with its values run. Warpgroups start their products in turn, so that some multiply while
+// others compute weights.
 //
 //   stages     [STAGES] passes of keys, [STAGES] of values, then [QUERY_STAGES] the queries of every warpgroup
-//   barriers   full: one arrival and its bytes, of queries one of every thread that copies them; empty: one arrival of
-//              every warpgroup
+//   barriers   full: one arrival and its bytes; of queries: one arrival of every thread that copies them
+//              empty: one arrival of every warpgroup
 //
 // Scales of a span, and units of levels, are part of the query for keys and of the output for values.
 //

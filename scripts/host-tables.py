@@ -121,7 +121,7 @@ def policy(name):
             *([number(row["end_to_end"] / of_candle if of_candle else None)] if own else []),
         ])  # fmt: skip
     header = ["batch × tokens", "recipe", "step ms", "attention", "×", "cache MiB", "statistics ms", "compress ms",
-              "overhead", "end to end ×", *(["of candle's ×"] if own else [])]  # fmt: skip
+              "overhead", "end to end ×", *(["against candle ×"] if own else [])]  # fmt: skip
     return table(header, lines)
 
 

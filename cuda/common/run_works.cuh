@@ -4,8 +4,8 @@
 // shared memory, one of keys and one of values. The warpgroups that multiply and the thread that copies wait for each
 // other at barriers: full after the bytes of a stage have arrived, empty after every warpgroup has read them.
 //
-// Other warps copy the item of the next work and its queries, while this one is multiplied. Its place is empty after
-// the products with all keys of the work before have ended.
+// Other warps copy the item of the next work and its queries, while this work is multiplied. The place of queries is
+// empty after their products with all keys have ended.
 
 #pragma once
 
@@ -28,8 +28,8 @@ constexpr u32 QUERY_STAGE_BYTES = GROUPS * GROUP_QUERY_BYTES;
 // Warps that copy queries.
 constexpr int QUERY_WARPS = 3;
 
-// A work that was taken: its number, and its item. A place is written again only when all warps have ended the work that
-// it was of.
+// A work that a block has taken: its number, and its item. With PLACES places, a place is written again only after all
+// warps have ended its work.
 struct TakenWork {
     static constexpr int PLACES = 4;
     // In place of a number after the last work.

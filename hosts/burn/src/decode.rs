@@ -47,7 +47,7 @@ pub struct DecodeArgs {
     /// Steps that are timed.
     #[arg(long, default_value_t = 12)]
     steps: usize,
-    /// Compares a greedy text of this many tokens with that of burn's own attention.
+    /// Writes this many tokens greedily with kvpack's attention and with burn's own, and compares them.
     #[arg(long, default_value_t = 32)]
     greedy: usize,
     /// The most bytes, in GiB, that burn's own keys and values may take.
@@ -188,7 +188,7 @@ fn filled(
     Ok(cache)
 }
 
-/// Compares the greedy text of kvpack's attention in f16 with that of burn's own.
+/// Writes a greedy text with kvpack's attention in f16 and one with burn's own, and compares them.
 fn greedy(device: &Device, backend: &Wgpu, host: &mut Host, (gguf, output): (&Gguf, usize)) -> Result<bool> {
     let prompt = gguf.tokenizer.encode_text(PROMPT)?;
     let mut own = OwnAttention::new(device, host.config(), 1, (0, prompt.len() + output));
