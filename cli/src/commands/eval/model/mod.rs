@@ -53,7 +53,7 @@ pub struct ModelArgs {
     passkey_tokens: usize,
     /// Compare predictions with those of this model, a file or a folder, with an f16 cache, instead of the model's own.
     #[arg(help_heading = MODEL, long, value_name = "FILE", requires = "model")]
-    against: Option<PathBuf>,
+    pub against: Option<PathBuf>,
     /// Cut N documents from the text and ask questions about them, instead of reading the text.
     #[arg(help_heading = MODEL, long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens", "against"])]
     documents: Option<usize>,
