@@ -4,7 +4,7 @@
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
 // them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
-// items.
+// items; one with all that its queries see writes their outputs.
 //
 // A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left
 // operands of scores) and their sums stay in its registers for the whole item. All subgroups share the tokens, which
@@ -33,6 +33,7 @@
 
 // import attend/run_tiles.wgsl
 // import attend/states.wgsl#states
+// import attend/run_ends.wgsl
 // import run_arrivals = attend/run_arrivals.wgsl#by_turns
 // import run_outputs = attend/run_outputs.wgsl#plain
 
@@ -41,7 +42,7 @@ var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
 var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW>;
 var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
-// Factors of the sums of a row before more is added; at the end, the row's sum of weights.
+// Factors of the sums of a row: before more is added, and at the end.
 var<workgroup> factors: array<f32, ROWS>;
 // Whether rows of a subgroup moved their references in this step.
 var<workgroup> moved: array<vec4<u32>, 4>;
@@ -264,9 +265,9 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     }
     take_values(&sums, team, lane);
     if (lane < OWN_ROWS) {
-        factors[own_row] = weight_sum;
-        write_state_lse(item, y, own_row, (reference + log2(weight_sum) + constants.y) * LN_2);
+        let lse = (reference + log2(weight_sum) + constants.y) * LN_2;
+        factors[own_row] = end_row(item, y, own_row, weight_sum, lse);
     }
     workgroupBarrier();
-    write_states(&sums, item, y, team, lane);
+    write_outputs(&sums, item, y, team, lane);
 }

@@ -14,11 +14,12 @@
 //
 // Memory and bounds are those of `attend_run`. The reference of a row moves when its subgroup votes for it.
 //
-// gives: BLOCK_SCORES, scores, totals
+// gives: BLOCK_SCORES, scores, factors
 // set by plans: TILE_BUFFERS
 
 // import attend/run_tiles.wgsl
 // import attend/states.wgsl#states
+// import attend/run_ends.wgsl
 // import run_outputs = attend/run_outputs.wgsl#apart
 
 // Vectors of four scores of a lane, and of a block.
@@ -35,13 +36,13 @@ var<workgroup> scores: array<vec4<f32>, SUBGROUPS * BLOCK_SCORES>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
 
 // For the lane's row of every block: the tokens of the item that it sees, the factor of its products, the reference,
-// the factor of its sums when the reference moves, the sum of the lane's weights, and at the end that of the row's.
+// the factor of its sums when the reference moves, the sum of the lane's weights, and the factor of its sums at the end.
 var<private> row_tokens: array<u32, ROW_BLOCKS>;
 var<private> unit: array<f32, ROW_BLOCKS>;
 var<private> reference: array<f32, ROW_BLOCKS>;
 var<private> factor: array<f32, ROW_BLOCKS>;
 var<private> weight_sum: array<f32, ROW_BLOCKS>;
-var<private> totals: array<f32, ROW_BLOCKS>;
+var<private> factors: array<f32, ROW_BLOCKS>;
 
 // Stores the loaded keys or values where products read them.
 fn store_keys(step: u32, invocation: u32) {
@@ -249,13 +250,9 @@ fn attend_run_apart(@builtin(workgroup_id) group: vec3<u32>, numbering: Numberin
     }
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
-        totals[block] = weight_sum[block] + subgroupShuffleXor(weight_sum[block], 16u);
-        if (lane < 16u) {
-            let lse = (reference[block] + log2(totals[block]) + bias[block]) * LN_2;
-            write_state_lse(item, y, team * OWN_ROWS + block * 16u + lane, lse);
-        }
-        // A row that sees no token of the item has no weights, and a state that weighs nothing.
-        totals[block] = select(1f, totals[block], totals[block] > 0f);
+        let total = weight_sum[block] + subgroupShuffleXor(weight_sum[block], 16u);
+        let lse = (reference[block] + log2(total) + bias[block]) * LN_2;
+        factors[block] = end_row(item, y, team * OWN_ROWS + block * 16u + lane % 16u, total, lse);
     }
-    write_states(&sums, item, y, team, lane);
+    write_outputs(&sums, item, y, team, lane);
 }

@@ -2,7 +2,7 @@
 
 use super::Page;
 use super::attend::AttendPlan;
-use super::blocks::{Block, BlockQueries, blocks};
+use super::blocks::{Block, BlockQueries, OnlyStates, blocks};
 use super::cut::cut_segment;
 use super::scoring::Scoring;
 use super::split::Split;
@@ -31,7 +31,8 @@ pub struct WorkItem {
     pub row: u32,
     /// First state row of the first query, where the item has no other.
     pub first_state: u32,
-    /// State rows of the first query, those of all its items, where the item has no other.
+    /// State rows of the first query, those of all its items, where the item has no other. None where the item writes
+    /// the outputs of its queries: see [`StateRows::WRITTEN`].
     pub states: u32,
     /// Queries of the item.
     pub queries: u32,
@@ -203,7 +204,10 @@ impl Work {
         for (item, &block) in segments.iter().flat_map(|(segment, of)| segment.items.iter().zip(of)) {
             counts.count(block, item.row as usize, item.queries as usize);
         }
-        let mut states = counts.assign()?;
+        let mut states = match queries.only_states {
+            OnlyStates::Kept => counts.assign()?,
+            OnlyStates::Outputs => counts.assign_unwritten()?,
+        };
         for (segment, of) in &mut segments {
             for (item, &block) in segment.items.iter_mut().zip(of.iter()) {
                 let place = states.take(block, item.row as usize, item.queries as usize);
@@ -377,7 +381,8 @@ mod tests {
                     prop_assert!(items.iter().map(|item| item.tokens).is_sorted_by(|a, b| a >= b), "the largest run first");
                     for item in items {
                         let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
-                        prop_assert!(tiles >= 1 && tiles <= max_tiles.next_multiple_of(tile_step));
+                        let most_tiles = if kind == 1 { 4 * max_tiles } else { max_tiles };
+                        prop_assert!(tiles >= 1 && tiles <= most_tiles.next_multiple_of(tile_step));
                         prop_assert!(dispatch.most_queries <= block_queries);
                         let queries = dispatch.workgroups.unwrap_or(1) * dispatch.most_queries;
                         prop_assert!((1..=queries).contains(&(item.queries as usize)));

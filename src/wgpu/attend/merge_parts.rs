@@ -1,6 +1,6 @@
 //! Kernel `merge_parts`: merges the states of the same queries over several parts of their tokens.
 
-use super::merge_states::LseOutput;
+use super::recipe::LseOutput;
 use super::parts::output_file;
 use crate::backend::AttentionStates;
 use crate::counts::in_32_bits;

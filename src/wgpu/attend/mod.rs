@@ -29,7 +29,7 @@ pub use attend_step::AttendStep;
 pub(super) use attend_step::StepOptions;
 pub use merge_pair::MergePairPlan;
 pub use merge_parts::MergePartsPlan;
-pub(super) use merge_states::LseOutput;
+pub(super) use recipe::LseOutput;
 pub(super) use scratch::Sizing;
 pub use scratch::{Scratch, ScratchBytes};
 pub use uncentre_lse::UncentreLsePlan;
