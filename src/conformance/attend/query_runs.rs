@@ -4,7 +4,7 @@ use super::build::{affine, both, offsets, shape, slug};
 use super::case::{AttendCase, Paging, Queries, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat};
-use crate::plan::{ElementType, QueryRun, Visible};
+use crate::plan::{ElementType, QueryRun, Scoring, Visible};
 
 /// Runs of 1, 2, 7, 128 and 300 queries in one batch, over spans that end within a tile.
 pub(super) fn query_runs() -> Vec<AttendCase> {
@@ -104,7 +104,23 @@ fn wide_runs() -> Vec<AttendCase> {
         halves.queries = Queries::Runs(vec![QueryRun::causal(0, 30), all(1, 11)]);
         cases.push(halves);
     }
+    cases.extend(wide_sinks());
     cases
+}
+
+/// Sinks of a layer where queries have one state each, and where they have several.
+fn wide_sinks() -> Vec<AttendCase> {
+    let logits: Vec<f32> = (0..8).map(|head| [f32::NEG_INFINITY, -2.0, 0.5, 6.0][head % 4]).collect();
+    [("4bit", 128, SegmentFormat::per_channel(Bits::Four)), ("f16", 64, SegmentFormat::F16)]
+        .into_iter()
+        .filter_map(|(name, head_dim, format)| {
+            let mut case = AttendCase::new(&format!("runs-wide-sinks-{name}"), shape(4, head_dim), format);
+            case = case.lengths(&[500, 300, 1700]);
+            case.scoring = Scoring::of(&case.shape).with_sinks(&logits).ok()?;
+            case.queries = Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 70), QueryRun::causal(2, 90)]);
+            Some(case)
+        })
+        .collect()
 }
 
 /// Drafts of 2 to 8 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has

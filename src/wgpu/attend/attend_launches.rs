@@ -9,62 +9,13 @@ use super::scratch::{Layout, ScratchSection};
 use super::specialisation::{ItemScoring, MAX_RUN_TILES, MAX_TILES, Specialisation};
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{
-    AttendPlan, BlockQueries, Dispatch, ElementType, ItemMask, OnlyStates, PlannedRun, QueryLayout, Scoring, StateRows,
-    StorePart, StoreWork, Work,
-};
+use crate::plan::{Dispatch, ElementType, ItemMask, QueryLayout, Scoring, StateRows, StoreWork, Work};
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
 use crate::{Error, Result};
 
 /// Storage buffers of `attend` when it merges states itself.
 const MERGING_STORAGE_BUFFERS: u32 = 10;
-
-/// Number of neighbouring queries that every segment's kernel can take together, if a run has several: as many as
-/// `attend_run` takes, if every segment supports it and a run is long enough, otherwise as many as `attend` takes.
-pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> BlockQueries {
-    let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
-    if longest == 1 {
-        return BlockQueries::up_to(1);
-    }
-    let specials: Vec<Specialisation<'_>> = plan
-        .segments()
-        .iter()
-        .map(|segment| Specialisation {
-            shape: plan.shape(),
-            format: segment.format(),
-            query: options.query.bytes(segment.format()),
-            capabilities,
-            may_use_matrices: false,
-            scoring: ItemScoring::new(plan.scoring(), plan.shape(), ItemMask::None),
-            queries: 1,
-        })
-        .collect();
-    // The kernel of many queries has no limits of its own rows: it takes what all of them see.
-    let by_prefix = plan.runs().iter().all(PlannedRun::sees_prefixes);
-    let of_run = |(segment, special): (&StorePart, &Specialisation<'_>)| match segment.calibration() {
-        None if by_prefix => special.run_block_queries(),
-        _ => None,
-    };
-    let wide: Option<Vec<[usize; 2]>> = plan.segments().iter().zip(&specials).map(of_run).collect();
-    let wide = wide.and_then(|of| of.into_iter().reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])]));
-    match wide {
-        Some([most, least]) if longest >= least => {
-            // Smaller blocks may be left to `attend`.
-            let of_attend = specials.iter().map(Specialisation::most_queries).max().unwrap_or(1);
-            let only_states = OnlyStates::Outputs;
-            BlockQueries { least, least_limited: of_attend + 1, only_states, ..BlockQueries::up_to(most) }
-        }
-        _ => {
-            let most = specials.iter().map(Specialisation::most_queries).min().unwrap_or(1);
-            BlockQueries { least_spread: LEAST_SPREAD, ..BlockQueries::up_to(most.min(longest)) }
-        }
-    }
-}
-
-/// Fewest queries of a run that workgroups take one by one, or a few at a time, from one item for many queries. Shorter
-/// ones have few items anyway, and share a launch with the queries of other sequences.
-pub(in crate::wgpu) const LEAST_SPREAD: usize = 32;
 
 /// What the launches of a step depend on, but for their grids: equal ones have the same launches.
 #[derive(Clone, Debug, PartialEq)]
@@ -189,7 +140,8 @@ impl Builder<'_> {
     /// # Errors
     /// [`Error::Limit`].
     pub fn check_tiles(&self) -> Result<()> {
-        let of = self.work.segments().iter().flat_map(|segment| segment.dispatches().iter().map(move |of| (segment, of)));
+        let of =
+            self.work.segments().iter().flat_map(|segment| segment.dispatches().iter().map(move |of| (segment, of)));
         for (segment, dispatch) in of {
             let tokens = segment.items_of(dispatch).iter().map(|item| item.tokens as usize).max().unwrap_or(0);
             let needed = tokens.div_ceil(TILE_TOKENS) as u64;
@@ -254,7 +206,8 @@ impl Builder<'_> {
         launches
             .extend(segments().filter_map(|(at, (segment, sections))| self.prepare_run_query(at, segment, sections)));
         launches.extend(segments().flat_map(|(at, (segment, sections))| self.scores(at, segment, sections)));
-        launches.extend(segments().flat_map(|(at, (segment, sections))| self.attend(at, (segment, sections), decisions)));
+        launches
+            .extend(segments().flat_map(|(at, (segment, sections))| self.attend(at, (segment, sections), decisions)));
         if merging.by == Merging::Launch {
             launches.push(self.merge(decisions));
         }

@@ -36,6 +36,8 @@ const PREPARING_INVOCATIONS: usize = 64;
 const QUERY_ROW: &str = "attend/query_row.wgsl#f16";
 /// Subgroups of the largest workgroup.
 const MOST_SUBGROUPS: usize = 8;
+/// Words of an item that wait in workgroup memory: `KeptItem` of the shaders.
+const KEPT_WORDS: usize = 6;
 /// Steps of levels in the half 1: see `attend/codes.wgsl#level_halves`.
 const LEVEL_STEPS: f32 = 128.0;
 /// Number of buffers that the kernel binds at most: those of keys and values, their ranges, four of work, the states,
@@ -221,15 +223,17 @@ impl RunRows {
         let keys = STEP_TOKENS * (head_dim / 4 + 2) * 8;
         let values = head_dim * 6 * 8;
         let (scores, weights) = (5 * 16, 6 * 8);
-        // Together, there is a factor for every row, and which subgroups moved their references.
+        // Together, there is a factor for every row, and which subgroups moved their references. No padding follows the
+        // last rows of four arrays.
+        let together = self.rows() * (scores + weights + 4) + self.subgroups * 4 - 4 * 16;
         let rest = match arrivals {
-            RunArrivals::ByTurns => keys + values + self.rows() * (scores + weights + 4) + 64,
-            RunArrivals::Ahead => 2 * keys + values + self.rows() * (scores + weights + 4) + 64,
+            RunArrivals::ByTurns => keys + values + together,
+            RunArrivals::Ahead => 2 * keys + values + together,
             RunArrivals::Apart(buffers) => {
                 buffers * (keys + values) + self.subgroups * BLOCK_ROWS * scores + self.rows() * weights
             }
         };
-        MAX_RUN_TILES * 4 + rest
+        MAX_RUN_TILES * 4 + KEPT_WORDS * 4 + rest
     }
 }
 

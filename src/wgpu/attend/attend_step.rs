@@ -17,7 +17,8 @@ use crate::wgpu::sources::SHADERS;
 use std::sync::Arc;
 
 use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
-use super::attend_launches::{Builder, Decisions, block_queries, with_rows};
+use super::attend_launches::{Builder, Decisions, with_rows};
+use super::block_queries::block_queries;
 use super::recipe::LseOutput;
 use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
 use crate::backend::AttendOptions;
