@@ -20,6 +20,8 @@
 
 // A tile in memory.
 struct TileHalves {
+    static constexpr int UNROLLED = 1;
+
     u8* keys;
 
     // Word r of a block is a lane's part of a matrix: rows 8 (r % 2) and columns 8 (r / 2).

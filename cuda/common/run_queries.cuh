@@ -1,30 +1,31 @@
-// Loads the queries of a block of attend_run.cu from tensors into halves in shared memory.
+// Loads the queries of a block of attend_run.cu, or of attend_drafts.cu, from tensors into halves in shared memory.
 //
-// A row is a query and a query head. All warps prepare the same number of rows. Rows are rotated like the keys of their
+// A row is a query and a query head. Warps prepare the same number of rows each. Rows are rotated like the keys of their
 // format, multiplied by the scales of a span, and scaled by a power of two so that halves can hold them.
 
 #pragma once
 
 #include "common/attend_call.cuh"
+#include "common/halves.cuh"
+#include "common/reduce.cuh"
 #include "common/rotation.cuh"
 #include "common/run_softmax.cuh"
-#include "common/unit_halves.cuh"
 
-// Rows of a warp, and of a block.
+// Rows of a warp, and of a block: DRAFT_ROWS, if that is not 0.
 constexpr int WARP_ROWS = 16;
-constexpr int ROWS = WARPS * WARP_ROWS / TOKEN_PARTS;
+constexpr int ROWS = DRAFT_ROWS > 0 ? DRAFT_ROWS : WARPS * WARP_ROWS / TOKEN_PARTS;
 
 // Number of warps that multiply together, and their rows.
 constexpr int GROUP_WARPS = WARPGROUPS ? 4 : 1;
-constexpr int GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
+constexpr int GROUP_ROWS = DRAFT_ROWS > 0 ? DRAFT_ROWS : GROUP_WARPS * WARP_ROWS;
 
 // The queries of these rows in shared memory: as matrices of 8 rows and 8 channels, [16 channels][8 rows][8 channels],
 // or as A fragments, [16 channels][lane], 16 bytes each.
 constexpr u32 GROUP_QUERY_ROOM = GROUP_ROWS * HEAD_DIM * 2;
-static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie where tiles do later");
 
-// Rows that a warp prepares, and rows that it prepares at once, so that their loads and sums overlap.
-constexpr int PREPARED_ROWS = ROWS / WARPS;
+// Warps that prepare rows, rows of each of them, and rows that it prepares at once, so that their loads and sums overlap.
+constexpr int PREPARING_WARPS = DRAFT_ROWS > 0 ? 8 : WARPS;
+constexpr int PREPARED_ROWS = ROWS / PREPARING_WARPS;
 constexpr int ROWS_AT_ONCE = PREPARED_ROWS < 8 ? PREPARED_ROWS : 8;
 
 // The query of a row of the block, and its head.

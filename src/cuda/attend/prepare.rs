@@ -88,8 +88,11 @@ fn run_variants(
     if passes.len() > 1 {
         return RunVariant::pipelined(pages, facts).filter(|_| rows >= LEAST_PACKED_ROWS).into_iter().collect();
     }
+    if rows < RunVariant::least_rows(pages, facts) {
+        return Vec::new();
+    }
     let in_block = RunVariant::all(pages, rows, facts);
     let unpacks = in_block.is_empty() || RunVariant::unpacks_for(longest, most);
     let unpacked = RunVariant::over_unpacked(pages, facts).filter(|_| unpacks);
-    in_block.into_iter().chain(unpacked).filter(|variant| variant.least_rows() <= rows).collect()
+    in_block.into_iter().chain(unpacked).collect()
 }
