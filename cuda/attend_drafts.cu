@@ -43,12 +43,13 @@ constexpr int LANE_ROWS = 2 * ROW_EIGHTS;
 constexpr int TOKEN_SIXTY_FOURS = TILE_TOKENS / 64;
 constexpr int CHANNEL_SIXTY_FOURS = HEAD_DIM / 64;
 constexpr int TOKEN_STEPS = TILE_TOKENS / BLOCK_TOKENS;
-// Of 64 channels, those whose values are in registers at once: some are unpacked while others are multiplied.
-constexpr int VALUE_BUFFERS = HEAD_DIM > 128 ? 1 : CHANNEL_SIXTY_FOURS;
+// Buffers of unpacked operands in registers: one is unpacked while the other is multiplied.
+constexpr int BUFFERS = HEAD_DIM > 128 ? 1 : 2;
 static_assert(HEAD_DIM % 64 == 0, "a warpgroup has whole products of channels");
 
-// Matrices of 16 channels or tokens by all rows. A product counts them in 16 bytes.
+// Matrices of 16 channels or tokens by all rows, which a product counts in 16 bytes.
 constexpr u32 STEP_MATRICES_BYTES = ROW_EIGHTS * 2 * MATRIX_BYTES;
+constexpr u32 STEP_SIXTEENS = STEP_MATRICES_BYTES / 16;
 constexpr u32 WEIGHTS_BYTES = TOKEN_STEPS * STEP_MATRICES_BYTES;
 // Shared memory: [GROUPS][STAGES] tiles, then the weights of every warpgroup, then the queries.
 constexpr u32 WEIGHTS_AT = GROUPS * STAGES * STAGE_BYTES;
@@ -64,6 +65,7 @@ constexpr int FIRST_GROUP_BARRIER = 1;
 template <int STEPS>
 struct Fragments {
     static constexpr int UNROLLED = STEPS;
+    static constexpr bool KEEPS_BITS = true;
 
     u32 (&steps)[STEPS][4];
 
@@ -106,6 +108,12 @@ struct GroupRing {
     __device__ __forceinline__ void wait(int turn) const { barrier_wait(barriers + 8 * (turn % STAGES), turn / STAGES & 1); }
 };
 
+// What compensates for the bits of 16 channels of values that were kept, and for their place.
+__device__ __forceinline__ float value_unit(int block) {
+    if (!VALUE_BITS_KEPT) return 1.0f;
+    return KEPT_UNIT / (float)(1 << (VALUE_PLANE_FIXED && VALUE_BITS != 3 ? VALUE_BITS * (block % VALUE_PLANES) : 0));
+}
+
 // What all warps of the block know of its rows, and what those of a warpgroup tell each other.
 struct RowShared {
     RowConstants constants[ROWS];
@@ -125,7 +133,8 @@ struct DraftWarp {
     int warp;
     int lane;
     u32 weights;
-    u32 queries;
+    Matrices weight_matrices;
+    Matrices queries;
     float delta[LANE_ROWS];
     float reference[LANE_ROWS];
     float weight[LANE_ROWS];
@@ -137,7 +146,8 @@ struct DraftWarp {
           warp(warp % 4),
           lane(lane),
           weights(room + WEIGHTS_AT + warp / 4 * WEIGHTS_BYTES),
-          queries(room + QUERIES_AT) {
+          weight_matrices(weights, 2 * MATRIX_BYTES),
+          queries(room + QUERIES_AT, 2 * MATRIX_BYTES) {
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
             delta[i] = shared.constants[row(i)].delta;
@@ -155,29 +165,30 @@ struct DraftWarp {
 
     // The products of the tile in `stage` with the queries.
     __device__ __forceinline__ void multiply_keys(Products (&products)[TOKEN_SIXTY_FOURS], u32 stage) const {
+        u32 keys[BUFFERS][CHANNEL_STEPS][4];
 #pragma unroll
         for (int j = 0; j < TOKEN_SIXTY_FOURS; j++) {
-            u32 keys[CHANNEL_STEPS][4];
-            const Fragments<CHANNEL_STEPS> to = {keys};
+            if (j >= BUFFERS) warpgroup_wait<0>(products[j - BUFFERS]);
+            const Fragments<CHANNEL_STEPS> to = {keys[j % BUFFERS]};
             unpack_keys(to, stage, stage + KEY_RANGES_AT, 4 * j + warp, 0, 1, lane);
             warpgroup_begin();
 #pragma unroll
             for (int f = 0; f < CHANNEL_STEPS; f++) {
-                const Matrices of_step(queries + f * STEP_MATRICES_BYTES, 2 * MATRIX_BYTES);
-                warpgroup_multiply(products[j], keys[f], of_step.after(0), f > 0);
+                warpgroup_multiply(products[j], keys[j % BUFFERS][f], queries.after(f * STEP_SIXTEENS), f > 0);
             }
             warpgroup_commit();
-            warpgroup_wait<0>(products[j]);
         }
+#pragma unroll
+        for (int j = 0; j < TOKEN_SIXTY_FOURS; j++) warpgroup_wait<0>(products[j]);
     }
 
     // Adds weights times values of the tile in `stage`.
     __device__ __forceinline__ void multiply_values(u32 stage) {
-        u32 values[VALUE_BUFFERS][TOKEN_STEPS][4];
+        u32 values[BUFFERS][TOKEN_STEPS][4];
 #pragma unroll
         for (int j = 0; j < CHANNEL_SIXTY_FOURS; j++) {
-            if (j >= VALUE_BUFFERS) warpgroup_wait<0>(sums[j - VALUE_BUFFERS]);
-            const Fragments<TOKEN_STEPS> to = {values[j % VALUE_BUFFERS]};
+            if (j >= BUFFERS) warpgroup_wait<0>(sums[j - BUFFERS]);
+            const Fragments<TOKEN_STEPS> to = {values[j % BUFFERS]};
 #pragma unroll
             for (int run = 0; run < TILE_TOKENS / 32; run++) {
                 const RunRanges of_run(stage + VALUE_RANGES_AT, run, lane);
@@ -191,8 +202,7 @@ struct DraftWarp {
             warpgroup_begin();
 #pragma unroll
             for (int m = 0; m < TOKEN_STEPS; m++) {
-                const Matrices of_step(weights + m * STEP_MATRICES_BYTES, 2 * MATRIX_BYTES);
-                warpgroup_multiply(sums[j], values[j % VALUE_BUFFERS][m], of_step.after(0));
+                warpgroup_multiply(sums[j], values[j % BUFFERS][m], weight_matrices.after(m * STEP_SIXTEENS));
             }
             warpgroup_commit();
         }
@@ -227,25 +237,25 @@ struct DraftWarp {
     // scores lack the base of their row, which is in the log-sum-exp at the end.
     __device__ __forceinline__ float scale(int i) const { return CAPPED ? 1.0f : delta[i]; }
 
-    // The largest score of the lane's row `i`, of its tokens.
+    // The largest product of the lane's row `i`, of its tokens.
     __device__ __forceinline__ float largest(const Products (&products)[TOKEN_SIXTY_FOURS], int i) const {
         float top = fmaxf(products[0][i / 2][i % 2], products[0][i / 2][2 + i % 2]);
 #pragma unroll
         for (int j = 1; j < TOKEN_SIXTY_FOURS; j++) {
             top = fmaxf(top, fmaxf(products[j][i / 2][i % 2], products[j][i / 2][2 + i % 2]));
         }
-        return top * scale(i);
+        return top;
     }
 
     // Moves references to which a score is far, in all warps of the warpgroup.
     __device__ __forceinline__ void refer(const Products (&products)[TOKEN_SIXTY_FOURS]) {
         bool far = false;
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; i++) far = far || largest(products, i) - reference[i] > MOST_WEIGHT;
+        for (int i = 0; i < LANE_ROWS; i++) far = far | (__fmaf_rn(largest(products, i), scale(i), -reference[i]) > MOST_WEIGHT);
         if (!group_any(FIRST_GROUP_BARRIER + group, 128, far)) return;
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
-            const float top = max_of_tokens(largest(products, i));
+            const float top = max_of_tokens(largest(products, i)) * scale(i);
             if (lane < 4) shared.tops[group][warp][row(i)] = top;
         }
         sync();
@@ -299,8 +309,9 @@ struct DraftWarp {
             float* const to = block.rows + (first_row + row(i)) * OUTPUT_ROW + 16 * warp + (lane >> 2);
 #pragma unroll
             for (int j = 0; j < CHANNEL_SIXTY_FOURS; j++) {
-                to[64 * j] = sums[j][i / 2][i % 2];
-                to[64 * j + 8] = sums[j][i / 2][2 + i % 2];
+                const float unit = value_unit(4 * j + warp);
+                to[64 * j] = sums[j][i / 2][i % 2] * unit;
+                to[64 * j + 8] = sums[j][i / 2][2 + i % 2] * unit;
             }
         }
         sync();

@@ -21,6 +21,7 @@
 // A tile in memory.
 struct TileHalves {
     static constexpr int UNROLLED = 1;
+    static constexpr bool KEEPS_BITS = false;
 
     u8* keys;
 

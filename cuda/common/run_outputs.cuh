@@ -53,6 +53,7 @@ __device__ __forceinline__ void write_rows(const AttendCall& call, const Item& i
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) ranges[i] = from[32 * i];
     }
+    constexpr float centre = VALUE_BITS_KEPT ? 0.0f : VALUE_CENTRE;
     const int end = min(first_row + PREPARED_ROWS, (int)(item.queries * call.group));
     const bool merged = item.states > 1u;
     const u32 query_heads = call.kv_heads * call.group;
@@ -68,7 +69,7 @@ __device__ __forceinline__ void write_rows(const AttendCall& call, const Item& i
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
             row[i] *= halves_unit(VALUE_LEVEL_UNIT);
-            if (VALUE_SPAN_RANGES) row[i] = __fmaf_rn(ranges[i].x, row[i] + VALUE_CENTRE, ranges[i].y);
+            if (VALUE_SPAN_RANGES) row[i] = __fmaf_rn(ranges[i].x, row[i] + centre, ranges[i].y);
         }
         rotate_back<true>(row, lane);
         const u64 at = __shfl_sync(ALL_LANES, row_of_lane, r - first_row);

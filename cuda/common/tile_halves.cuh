@@ -2,12 +2,13 @@
 //
 // A target takes blocks of 16 tokens by 16 channels as A fragments: of keys, whose rows are tokens, `put_keys(m, f,
 // words, lane)`, and of values, whose rows are channels, `put_values(m, n, words, lane)`. It says by UNROLLED how many
-// blocks are unpacked without a loop. In packed keys channel 4 c + e
-// of 16 is element 2 c + (e >> 1) of an MMA, in the upper half for odd e; queries are in the same order
-// (`channel_place`).
+// blocks are unpacked without a loop, and by KEEPS_BITS whether codes of a span stay the bits that they are. In packed
+// keys channel 4 c + e of 16 is element 2 c + (e >> 1) of an MMA, in the upper half for odd e; queries are in the same
+// order (`channel_place`).
 //
 // Warps take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A pair of elements
 // takes a shift, a mask that also places the codes into the mantissas of 1024 + code, a subtraction and a multiply-add.
+// Where bits are kept it takes a mask, and half of the pairs of values a shift.
 
 #pragma once
 
@@ -132,7 +133,8 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
         for (int half = 0; half < 2; half++) {
             u32 words[4];
             // Codes stay where they are if their place is known.
-            constexpr bool shifted = Halves::UNROLLED == 1 || KEY_CODEBOOK;
+            constexpr bool kept = Halves::KEEPS_BITS && KEY_SPAN_RANGES;
+            constexpr bool shifted = Halves::UNROLLED == 1 || KEY_CODEBOOK || kept && !KEY_PLACES_FIXED;
             const int shift = shifted || KEY_BITS == 3 ? 0 : KEY_PLANE_SHIFT * (block % KEY_PLANES % KEY_HALF_PLANES);
             key_pairs(words, load, top, block, half, shifted);
 #pragma unroll
@@ -141,6 +143,8 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
                     words[r] = multiply_pair(level_halves(levels[2 * half + r % 2] >> 8 * (r / 2)), of_tokens[r % 2].scales);
                 } else if constexpr (KEY_CODEBOOK) {
                     words[r] = multiply_pair(sign_halves(words[r]), of_tokens[r % 2].scales);
+                } else if constexpr (kept) {
+                    // A mask has placed them.
                 } else if constexpr (KEY_SPAN_RANGES) {
                     words[r] = code_halves(words[r], (u32)KEY_CENTRE, shift);
                 } else {
@@ -208,6 +212,8 @@ __device__ __forceinline__ void unpack_value_block(const Halves& to, u32 from, u
                 words[r] = multiply_pair(level_halves(packed[r] >> 8 * half), of_run.of_tokens[half][r / 2].scales);
             } else if constexpr (VALUE_CODEBOOK) {
                 words[r] = multiply_pair(sign_halves(codes >> shift), of_run.of_tokens[half][r / 2].scales);
+            } else if constexpr (Halves::KEEPS_BITS && VALUE_SPAN_RANGES) {
+                words[r] = VALUE_PLANE_FIXED ? codes : codes >> shift;
             } else if constexpr (VALUE_SPAN_RANGES) {
                 words[r] = code_halves(codes, (u32)VALUE_CENTRE, shift);
             } else {
