@@ -15,9 +15,9 @@
 // Queries and weights lie in shared memory as matrices of 8 rows by 8 halves, which the tensor cores read. All four
 // warps have the same rows, so references move for all of them: a barrier asks whether one of them is far.
 //
-// Memory: K and V of the item once, by the copy engine. Cost per tile and warpgroup: HEAD_DIM / 16 + HEAD_DIM / 64 · 8
-// products of 64 × ROWS × 16 for 64 tokens or channels, about 4 instructions for two elements, and ROWS exponentials a
-// thread.
+// Memory: K and V of the item once, by the copy engine. Cost per tile and warpgroup: HEAD_DIM / 4 products of
+// 64 × ROWS × 16, and ROWS exponentials a thread. Two elements take 4 to 6 instructions, and one and a half where codes
+// of a span stay the subnormal halves that their bits are.
 //
 // In bounds: items, pages, slots and queries were checked on the host. Rows beyond those of the item read the last query
 // and write nothing; tokens beyond the item are hidden, and the data stored there are finite.

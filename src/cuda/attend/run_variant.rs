@@ -30,8 +30,8 @@ pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 const LEAST_DRAFT_ROWS: usize = 9;
 pub(super) const LEAST_PACKED_ROWS: usize = 33;
 
-/// The same for `attend_drafts`, where `attend` multiplies codes as they lie in memory: where it looks levels up, or has
-/// ranges of groups, it is slower from [`LEAST_DRAFT_ROWS`] on.
+/// The same for `attend_drafts` where ranges are those of tokens or of the span. Over ranges of groups `attend` is slower
+/// from [`LEAST_DRAFT_ROWS`] on.
 const LEAST_CODE_ROWS: usize = 17;
 
 /// Warps of a block of few rows, which share the tokens of a tile.
@@ -200,8 +200,7 @@ impl RunVariant {
         if pages.packed() && Self::drafts(pages, LEAST_DRAFT_ROWS, facts).is_none() {
             return LEAST_PACKED_ROWS;
         }
-        let in_place = pages.packed() && !pages.is_grouped() && !pages.key.has_levels() && !pages.value.has_levels();
-        if in_place { LEAST_CODE_ROWS } else { LEAST_DRAFT_ROWS }
+        if pages.packed() && !pages.is_grouped() { LEAST_CODE_ROWS } else { LEAST_DRAFT_ROWS }
     }
 
     /// The same for launches whose scores become such logits.

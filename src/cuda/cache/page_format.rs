@@ -224,11 +224,6 @@ impl TensorPages {
         self.sketched() || self.renormalized
     }
 
-    /// Whether codes stand for levels of a codebook.
-    pub(crate) const fn has_levels(&self) -> bool {
-        self.level_unit != 0
-    }
-
     /// True if fields hold the sign of a sketch.
     pub(crate) const fn sketched(&self) -> bool {
         self.sketch[0] != 0
