@@ -3,7 +3,7 @@
 use super::build::{affine, both, offsets, shape, slug};
 use super::case::{AttendCase, Paging, Queries, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
-use crate::format::{Bits, Grouping, SegmentFormat};
+use crate::format::{Bits, Grouping, SegmentFormat, TensorFormat};
 use crate::plan::{ElementType, QueryRun, Scoring, Visible};
 
 /// Runs of 1, 2, 7, 128 and 300 queries in one batch, over spans that end within a tile.
@@ -109,21 +109,19 @@ fn wide_runs() -> Vec<AttendCase> {
 }
 
 /// Sinks of a layer where queries have one state each, and where they have several.
-fn wide_sinks() -> Vec<AttendCase> {
-    let logits: Vec<f32> = (0..8).map(|head| [f32::NEG_INFINITY, -2.0, 0.5, 6.0][head % 4]).collect();
-    [("4bit", 128, SegmentFormat::per_channel(Bits::Four)), ("f16", 64, SegmentFormat::F16)]
-        .into_iter()
-        .filter_map(|(name, head_dim, format)| {
-            let mut case = AttendCase::new(&format!("runs-wide-sinks-{name}"), shape(4, head_dim), format);
-            case = case.lengths(&[500, 300, 1700]);
-            case.scoring = Scoring::of(&case.shape).with_sinks(&logits).ok()?;
-            case.queries = Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 70), QueryRun::causal(2, 90)]);
-            Some(case)
-        })
-        .collect()
+fn wide_sinks() -> impl Iterator<Item = AttendCase> {
+    let formats = [("4bit", 128, SegmentFormat::per_channel(Bits::Four)), ("f16", 64, SegmentFormat::F16)];
+    formats.into_iter().map(|(name, head_dim, format)| {
+        let mut case = AttendCase::new(&format!("runs-wide-sinks-{name}"), shape(4, head_dim), format);
+        let logits = [f32::NEG_INFINITY, -2.0, 0.5, 6.0].repeat(2);
+        case = case.lengths(&[500, 300, 1700]);
+        case.scoring = Scoring::of(&case.shape).with_sinks(&logits).expect("the registry has a logit for every query head");
+        case.queries = Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 70), QueryRun::causal(2, 90)]);
+        case
+    })
 }
 
-/// Drafts of 2 to 8 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has
+/// Drafts of 2 to 16 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has
 /// a window, and two have a sequence of 9000 tokens, which several blocks share.
 fn drafts() -> Vec<AttendCase> {
     let mut cases = Vec::new();
@@ -147,6 +145,22 @@ fn drafts() -> Vec<AttendCase> {
         long.sink = SinkPlace::Middle;
         long.queries = Queries::Runs(vec![QueryRun::causal(0, 7)]);
         cases.push(long);
+    }
+    // Up to 64 rows, codes of every width, levels, and ranges of groups.
+    for (name, group, head_dim, format) in [
+        ("1bit", 4, 64, SegmentFormat::per_channel(Bits::One)),
+        ("2bit", 4, 128, SegmentFormat::per_channel(Bits::Two)),
+        ("3bit", 4, 128, both(affine(Bits::Three, Grouping::Token))),
+        ("8bit", 4, 64, SegmentFormat::per_channel(Bits::Eight)),
+        ("f16-keys", 4, 64, SegmentFormat { key: TensorFormat::F16, value: affine(Bits::Two, Grouping::Token) }),
+        ("kivi", 4, 128, kivi()),
+        ("turboquant-1bit", 2, 64, SegmentFormat::turboquant(Bits::One, 64)),
+        ("turboquant-2bit", 2, 256, SegmentFormat::turboquant(Bits::Two, 256)),
+        ("turboquant-3bit", 8, 64, SegmentFormat::turboquant(Bits::Three, 64)),
+    ] {
+        let mut case = ragged(&format!("runs-drafts-rows-{name}"), group, head_dim, format);
+        case.queries = Queries::Runs(vec![QueryRun::causal(0, 64 / group), all(1, 5), QueryRun::causal(2, 6)]);
+        cases.push(case);
     }
     let window = |sequence, queries| QueryRun::new(sequence, queries, Visible::Window { left: 130 });
     let mut windows = AttendCase::new("runs-drafts-window", shape(4, 128), SegmentFormat::saw_int4());
