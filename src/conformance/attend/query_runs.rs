@@ -115,7 +115,8 @@ fn wide_sinks() -> impl Iterator<Item = AttendCase> {
         let mut case = AttendCase::new(&format!("runs-wide-sinks-{name}"), shape(4, head_dim), format);
         let logits = [f32::NEG_INFINITY, -2.0, 0.5, 6.0].repeat(2);
         case = case.lengths(&[500, 300, 1700]);
-        case.scoring = Scoring::of(&case.shape).with_sinks(&logits).expect("the registry has a logit for every query head");
+        case.scoring =
+            Scoring::of(&case.shape).with_sinks(&logits).expect("the registry has a logit for every query head");
         case.queries = Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 70), QueryRun::causal(2, 90)]);
         case
     })

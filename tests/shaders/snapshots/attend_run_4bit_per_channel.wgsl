@@ -469,7 +469,8 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 // What rows of `attend_run` and `attend_run_apart` leave: states that `merge_states` joins, or, where the item has all
 // that its queries see, outputs and log-sum-exps.
 //
-// In bounds: as attend/states.wgsl and the output's rows. Rows without a query write nothing.
+// In bounds: rows of states, outputs and log-sum-exps are clamped where they are written. Rows without a query write
+// nothing.
 //
 // needs: FIELDS, WorkItem, head_exists, input_row, query_head, state_row, states, write_state_lse
 // gives: keep_item, kept_item, end_row, write_field
