@@ -99,12 +99,11 @@ impl StripLaunch {
 
     /// Warps that share activations, each with strips of its own: as few as their registers and memory allow.
     fn team(&self) -> usize {
-        let teams = (0..=self.warps().ilog2()).map(|log| 1 << log);
         let fits = |&team: &usize| {
             let own = self.most_strips().div_ceil(team);
             own <= MOST_OWN && self.warps() * own * self.slot_bytes() <= WEIGHT_BYTES
         };
-        teams.clone().find(fits).or(teams.last()).unwrap_or(1)
+        (0..self.warps().ilog2()).map(|log| 1 << log).find(fits).unwrap_or(self.warps())
     }
 
     /// Bytes of a step of a strip in shared memory.
