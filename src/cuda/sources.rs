@@ -46,6 +46,7 @@ files![
     "common/scores_grouped.cuh",
     "common/sketch.cuh",
     "common/step_call.cuh",
+    "common/storing.cuh",
     "common/three_bits.cuh",
     "common/tile.cuh",
     "common/tile_halves.cuh",
