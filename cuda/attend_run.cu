@@ -37,18 +37,18 @@
 #include "common/attend_call.cuh"
 #include "common/logits.cuh"
 #include "common/unit_halves.cuh"
+#include "common/run_outputs.cuh"
 #include "common/run_queries.cuh"
 #include "common/run_softmax.cuh"
 #include "common/warpgroup.cuh"
 #include "common/tile_ring.cuh"
 #include "merge_states.cu"
 
+static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie where tiles do later");
+
 // Blocks of 16 tokens whose scores a warp holds at once, and their tokens.
 constexpr int PASS_STEPS = WARPGROUPS ? 4 : 2;
 constexpr int RUN_TOKENS = PASS_STEPS * BLOCK_TOKENS;
-
-// A warp's outputs, padded so that the rows of a fragment lie in different banks.
-constexpr int OUTPUT_ROW = HEAD_DIM + 8;
 
 // The sums of a warp so far. A lane holds rows g and g + 8: references, its part of the weights, and the products, [8
 // channels][row, channels 2 c and 2 c + 1].
@@ -76,6 +76,22 @@ struct RunSums {
         for (int n = 0; n < 2 * CHANNEL_STEPS; n++) {
             values[n][2 * h] *= factor;
             values[n][2 * h + 1] *= factor;
+        }
+    }
+
+    // Stores them, whose rows begin at `first_row`.
+    __device__ __forceinline__ void put(const BlockSums& block, int first_row, int lane) const {
+        const int c = lane & 3;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = first_row + 8 * h + (lane >> 2);
+            const float total = sum_of_quad(weight[h]);
+            if (c == 0) block.totals[row] = {total, reference[h]};
+#pragma unroll
+            for (int n = 0; n < 2 * CHANNEL_STEPS; n++) {
+                block.rows[row * OUTPUT_ROW + 8 * n + 2 * c] = values[n][2 * h];
+                block.rows[row * OUTPUT_ROW + 8 * n + 2 * c + 1] = values[n][2 * h + 1];
+            }
         }
     }
 };
@@ -229,99 +245,6 @@ __device__ __forceinline__ void attend_pass(const AttendCall& call, const Item& 
     multiply_values(sums, weights, values, lane);
 }
 
-// The final sums of a warp's rows in shared memory: products [row][OUTPUT_ROW], and their weight and reference.
-struct BlockSums {
-    float* rows;
-    float2* totals;
-
-    // Stores those of a warp, whose rows begin at `first_row`.
-    __device__ __forceinline__ void put(const RunSums& sums, int first_row, int lane) const {
-        const int c = lane & 3;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int row = first_row + 8 * h + (lane >> 2);
-            const float weight = sum_of_quad(sums.weight[h]);
-            if (c == 0) totals[row] = {weight, sums.reference[h]};
-#pragma unroll
-            for (int n = 0; n < 2 * CHANNEL_STEPS; n++) {
-                rows[row * OUTPUT_ROW + 8 * n + 2 * c] = sums.values[n][2 * h];
-                rows[row * OUTPUT_ROW + 8 * n + 2 * c + 1] = sums.values[n][2 * h + 1];
-            }
-        }
-    }
-
-    // A lane's channels of the mean of values of a row, over all parts of the tokens. Returns the log-sum-exp.
-    __device__ __forceinline__ float mean(float (&mean)[LANE_CHANNELS], int row, int lane) const {
-        float reference = totals[row].y;
-#pragma unroll
-        for (int part = 1; part < TOKEN_PARTS; part++) reference = fmaxf(reference, totals[row + part * ROWS].y);
-        float weight = 0.0f;
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) mean[i] = 0.0f;
-#pragma unroll
-        for (int part = 0; part < TOKEN_PARTS; part++) {
-            const int at = row + part * ROWS;
-            const float factor = exp2_approx(totals[at].y - reference);
-            weight = __fmaf_rn(totals[at].x, factor, weight);
-#pragma unroll
-            for (int i = 0; i < LANE_CHANNELS; i++) {
-                mean[i] = __fmaf_rn(rows[at * OUTPUT_ROW + lane + 32 * i], factor, mean[i]);
-            }
-        }
-        // A row that sees nothing of the item has neither.
-        const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) mean[i] *= inverse;
-        return weight == 0.0f ? NO_SCORE : reference + log2_approx(weight);
-    }
-};
-
-// Writes PREPARED_ROWS rows of the block, starting at `first_row`: states, or the outputs themselves.
-__device__ __forceinline__ void write_rows(const AttendCall& call, const Item& item, u32 kv_head, int first_row,
-                                           const BlockSums& sums, int lane) {
-    float2 ranges[LANE_CHANNELS];
-    if (VALUE_SPAN_RANGES) {
-        const float2* from = call.value_ranges + ((u64)item.range_slot * call.kv_heads + kv_head) * HEAD_DIM + lane;
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) ranges[i] = from[32 * i];
-    }
-    const int end = min(first_row + PREPARED_ROWS, (int)(item.queries * call.group));
-    const bool merged = item.states > 1u;
-    const u32 query_heads = call.kv_heads * call.group;
-    // A lane knows the place of one of the rows.
-    const BlockRow of_lane = block_row(call, kv_head, first_row + lane % PREPARED_ROWS);
-    const u64 row_of_lane =
-        (u64)(merged ? item.state + of_lane.query * item.stride : item.row + of_lane.query) * query_heads + of_lane.head;
-    const u64 output_of_lane = (item.row + of_lane.query) * call.output_stride + (u64)of_lane.head * TENSOR_CHANNELS;
-#pragma unroll 4
-    for (int r = first_row; r < end; r++) {
-        float row[LANE_CHANNELS];
-        float lse = sums.mean(row, r, lane);
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) {
-            row[i] *= halves_unit(VALUE_LEVEL_UNIT);
-            if (VALUE_SPAN_RANGES) row[i] = __fmaf_rn(ranges[i].x, row[i] + VALUE_CENTRE, ranges[i].y);
-        }
-        rotate_back<true>(row, lane);
-        const u64 at = __shfl_sync(ALL_LANES, row_of_lane, r - first_row);
-        if (merged) {
-            if (lane == 0) call.state_lse[at] = lse;
-#pragma unroll
-            for (int i = 0; i < LANE_CHANNELS; i++) call.states[at * HEAD_DIM + lane + 32 * i] = row[i];
-            continue;
-        }
-        const u32 head = __shfl_sync(ALL_LANES, of_lane.head, r - first_row);
-        const float share = output_share(call, head, lse);
-        if (lane == 0 && call.lse != nullptr) call.lse[at] = lse * 0.69314718f;
-        const u64 output = __shfl_sync(ALL_LANES, output_of_lane, r - first_row);
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) {
-            if (lane + 32 * i >= TENSOR_CHANNELS) continue;
-            store_element(call.output, call.output_type, output + lane + 32 * i, row[i] * share);
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const AttendCall call) {
     extern __shared__ __align__(LINE_BYTES) u8 room[];
     __shared__ u64 barriers[STAGES];
@@ -433,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_run(const Att
 
     // Tiles are no longer read.
     const BlockSums block = {(float*)room, totals};
-    block.put(sums, part * ROWS + first_row, lane);
+    sums.put(block, part * ROWS + first_row, lane);
     __syncthreads();
     write_rows(call, item, kv_head, warp * PREPARED_ROWS, block, lane);
 }

@@ -20,6 +20,9 @@
 
 // A tile in memory.
 struct TileHalves {
+    static constexpr int UNROLLED = 1;
+    static constexpr bool KEEPS_BITS = false;
+
     u8* keys;
 
     // Word r of a block is a lane's part of a matrix: rows 8 (r % 2) and columns 8 (r / 2).

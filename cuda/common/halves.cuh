@@ -2,6 +2,7 @@
 //
 //   ranges of the tile:      half = minimum + scale · code, rounded once (scales and minimums are halves)
 //   ranges of the span:      half = code − CENTRE, exactly; scales and minimums are for the reader
+//                            half = code · 2^(place − 24), exactly, where bits are kept: the subnormal half that they are
 //   levels of a codebook:    half = norm · (step + ½) / 128, rounded once (norms are halves); units are for the reader
 
 #pragma once
@@ -17,6 +18,9 @@ constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
 // The code that counts as 0 in products.
 constexpr float KEY_CENTRE = KEY_BITS == 16 ? 0.0f : (float)(1 << (KEY_BITS % 16 - (KEY_BITS < 16)));
 constexpr float VALUE_CENTRE = VALUE_BITS == 16 ? 0.0f : (float)(1 << (VALUE_BITS % 16 - (VALUE_BITS < 16)));
+
+// The factor of codes whose bits are kept, and are not shifted.
+constexpr float KEPT_UNIT = 16777216.0f;
 
 // The place of channel c of 16 in a fragment: the lane's column, the pair of words, and the half.
 struct ChannelPlace {

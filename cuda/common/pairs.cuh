@@ -9,6 +9,13 @@
 constexpr int KEY_PLANE_SHIFT = KEY_BITS == 1 ? 1 : KEY_BITS % 8;
 constexpr int KEY_HALF_PLANES = KEY_BITS >= 8 || KEY_BITS == 3 ? 1 : KEY_BITS == 4 ? 2 : 4;
 
+// The place of the codes of a block of channels within a half, if it is the same for all tokens; otherwise they are
+// shifted down.
+constexpr bool KEY_PLACES_FIXED = KEY_BLOCKS % KEY_HALF_PLANES == 0;
+__device__ __forceinline__ int key_place(int block) {
+    return KEY_PLACES_FIXED ? KEY_PLANE_SHIFT * (block % KEY_HALF_PLANES) : 0;
+}
+
 // The codes of channels 4 c + odd and 4 c + 2 + odd of one plane of a word, as halves.
 __device__ __forceinline__ u32 key_pair(u32 word, int plane, int odd, bool shifted) {
     const int shift = KEY_PLANE_SHIFT * (plane % KEY_HALF_PLANES);

@@ -141,6 +141,22 @@ __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Whether one of the threads says so, which meet at a barrier of the block.
+__device__ __forceinline__ bool group_any(int number, int threads, bool one) {
+    u32 any;
+    asm volatile(
+        "{\n"
+        ".reg .pred one, any;\n"
+        "setp.ne.u32 one, %3, 0;\n"
+        "bar.red.or.pred any, %1, %2, one;\n"
+        "selp.u32 %0, 1, 0, any;\n"
+        "}"
+        : "=r"(any)
+        : "r"(number), "r"(threads), "r"((u32)one)
+        : "memory");
+    return any != 0u;
+}
+
 // Copies bytes, a multiple of 16, to shared memory through the copy engine, counted on a barrier. They are evicted from
 // the L2 cache first, since a step reads them once.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
@@ -230,6 +246,15 @@ __device__ __forceinline__ void store_cluster(u32 at, u32 rank, float x) {
 __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+#endif
+}
+
+// The same of transposed matrices: column k of fragment j goes to the address of lane 8 j + k.
+__device__ __forceinline__ void store_matrices_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
                  : "memory");
 #endif
 }

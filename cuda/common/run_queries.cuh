@@ -1,30 +1,36 @@
-// Loads the queries of a block of attend_run.cu from tensors into halves in shared memory.
+// Loads the queries of a block of attend_run.cu, or of attend_drafts.cu, from tensors into halves in shared memory.
 //
-// A row is a query and a query head. All warps prepare the same number of rows. Rows are rotated like the keys of their
+// A row is a query and a query head. Warps prepare the same number of rows each. Rows are rotated like the keys of their
 // format, multiplied by the scales of a span, and scaled by a power of two so that halves can hold them.
 
 #pragma once
 
 #include "common/attend_call.cuh"
+#include "common/halves.cuh"
+#include "common/pairs.cuh"
+#include "common/reduce.cuh"
 #include "common/rotation.cuh"
 #include "common/run_softmax.cuh"
-#include "common/unit_halves.cuh"
 
-// Rows of a warp, and of a block.
+// Rows of a warp, and of a block: DRAFT_ROWS, if that is not 0.
 constexpr int WARP_ROWS = 16;
-constexpr int ROWS = WARPS * WARP_ROWS / TOKEN_PARTS;
+constexpr int ROWS = DRAFT_ROWS > 0 ? DRAFT_ROWS : WARPS * WARP_ROWS / TOKEN_PARTS;
+
+// Whether codes of a span are multiplied as the subnormal halves that their bits are: by attend_drafts.
+constexpr bool KEY_BITS_KEPT = DRAFT_ROWS > 0 && KEY_SPAN_RANGES;
+constexpr bool VALUE_BITS_KEPT = DRAFT_ROWS > 0 && VALUE_SPAN_RANGES;
 
 // Number of warps that multiply together, and their rows.
 constexpr int GROUP_WARPS = WARPGROUPS ? 4 : 1;
-constexpr int GROUP_ROWS = GROUP_WARPS * WARP_ROWS;
+constexpr int GROUP_ROWS = DRAFT_ROWS > 0 ? DRAFT_ROWS : GROUP_WARPS * WARP_ROWS;
 
 // The queries of these rows in shared memory: as matrices of 8 rows and 8 channels, [16 channels][8 rows][8 channels],
 // or as A fragments, [16 channels][lane], 16 bytes each.
 constexpr u32 GROUP_QUERY_ROOM = GROUP_ROWS * HEAD_DIM * 2;
-static_assert(ROWS / GROUP_ROWS * GROUP_QUERY_ROOM <= QUERY_ROOM, "queries lie where tiles do later");
 
-// Rows that a warp prepares, and rows that it prepares at once, so that their loads and sums overlap.
-constexpr int PREPARED_ROWS = ROWS / WARPS;
+// Warps that prepare rows, rows of each of them, and rows that it prepares at once, so that their loads and sums overlap.
+constexpr int PREPARING_WARPS = DRAFT_ROWS > 0 ? 8 : WARPS;
+constexpr int PREPARED_ROWS = ROWS / PREPARING_WARPS;
 constexpr int ROWS_AT_ONCE = PREPARED_ROWS < 8 ? PREPARED_ROWS : 8;
 
 // The query of a row of the block, and its head.
@@ -56,9 +62,16 @@ __device__ __forceinline__ u32 row_bytes(int row) {
 #endif
 }
 
+// A query as it was stored: the inverse of its factor, and the sum of its channels, of which the lane has a part.
+struct StoredQuery {
+    float unit;
+    float sum;
+};
+
 // Stores the channels of a row, lane + 32 · i in `row`, at the place of its fragments: as halves up to 2^15. 16-bit
-// queries stay exact, since the factor is a power of two. Returns the inverse of the factor.
-__device__ __forceinline__ float put_query(u8* to, const u32 (&places)[LANE_CHANNELS], const float (&channels)[LANE_CHANNELS]) {
+// queries stay exact, since the factor is a power of two. So is what compensates for the places of kept bits.
+__device__ __forceinline__ StoredQuery put_query(u8* to, const u32 (&places)[LANE_CHANNELS],
+                                                 const float (&channels)[LANE_CHANNELS]) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) largest = fmaxf(largest, fabsf(channels[i]));
@@ -66,9 +79,15 @@ __device__ __forceinline__ float put_query(u8* to, const u32 (&places)[LANE_CHAN
     // Bits of a power of two; the range leaves room for its inverse.
     const u32 exponent = min(max(__float_as_uint(largest) >> 23, 40u), 240u) - 14u;
     const float factor = __uint_as_float((254u - exponent) << 23);
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) *(u16*)(to + places[i]) = (u16)half_bits(channels[i] * factor);
-    return __uint_as_float(exponent << 23);
+    for (int i = 0; i < LANE_CHANNELS; i++) {
+        const float raised = KEY_BITS_KEPT ? (float)(1 << key_place(i)) : 1.0f;
+        const u32 half = half_bits(channels[i] * (factor / raised));
+        *(u16*)(to + places[i]) = (u16)half;
+        sum = __fmaf_rn(half_value(half), raised, sum);
+    }
+    return {__uint_as_float(exponent << 23), sum};
 }
 
 // The bits of the elements of ROWS_AT_ONCE rows, starting at `first`. The type decides once for all of them, so that
@@ -123,10 +142,13 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
                     base = __fmaf_rn(row[i], __fmaf_rn(KEY_CENTRE, ranges[i].x, ranges[i].y), base);
                     row[i] *= ranges[i].x;
                 }
-                base = warp_sum(base) * call.score_scale;
             }
-            const float factor = put_query(queries + row_bytes(first + r), places, row);
-            if (lane == 0) constants[first + r] = {factor * call.score_scale * halves_unit(KEY_LEVEL_UNIT), base};
+            const StoredQuery stored = put_query(queries + row_bytes(first + r), places, row);
+            // Kept codes are not centred. What the halves of the query count for it is exactly that.
+            if (KEY_BITS_KEPT) base = __fmaf_rn(-KEY_CENTRE * stored.unit, stored.sum, base);
+            if (KEY_SPAN_RANGES) base = warp_sum(base) * call.score_scale;
+            const float unit = halves_unit(KEY_LEVEL_UNIT) * (KEY_BITS_KEPT ? KEPT_UNIT : 1.0f);
+            if (lane == 0) constants[first + r] = {stored.unit * call.score_scale * unit, base};
         }
     }
 }

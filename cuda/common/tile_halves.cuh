@@ -1,12 +1,14 @@
 // Unpacks packed tiles to halves (common/halves.cuh), for kernels that read a tile often.
 //
 // A target takes blocks of 16 tokens by 16 channels as A fragments: of keys, whose rows are tokens, `put_keys(m, f,
-// words, lane)`, and of values, whose rows are channels, `put_values(m, n, words, lane)`. In packed keys channel 4 c + e
-// of 16 is element 2 c + (e >> 1) of an MMA, in the upper half for odd e; queries are in the same order
-// (`channel_place`).
+// words, lane)`, and of values, whose rows are channels, `put_values(m, n, words, lane)`. It says by UNROLLED how many
+// blocks are unpacked without a loop, and by KEEPS_BITS whether codes of a span stay the bits that they are. In packed
+// keys channel 4 c + e of 16 is element 2 c + (e >> 1) of an MMA, in the upper half for odd e; queries are in the same
+// order (`channel_place`).
 //
 // Warps take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A pair of elements
 // takes a shift, a mask that also places the codes into the mantissas of 1024 + code, a subtraction and a multiply-add.
+// Where bits are kept it takes a mask, and half of the pairs of values a shift.
 
 #pragma once
 
@@ -18,9 +20,11 @@
 // The half 1024, twice. Adding a code below 1024 to its bits adds the code to the half.
 constexpr u32 CODE_START = 0x64006400u;
 
-// Codes in the low bits of halves as halves, minus `centre`.
-__device__ __forceinline__ u32 code_halves(u32 codes, u32 centre) {
-    return multiply_subtract_pair(codes | CODE_START, 0x3c003c00u, CODE_START + centre * 0x00010001u);
+// Codes, each times 2^shift in the low 10 bits of a half, as halves, minus `centre`: exactly.
+__device__ __forceinline__ u32 code_halves(u32 codes, u32 centre, int shift) {
+    const u32 one = 0x3c00u - (shift << 10);
+    const u32 start = 0x6400u - (shift << 10) + (centre << shift);
+    return multiply_subtract_pair(codes | CODE_START, one * 0x00010001u, start * 0x00010001u);
 }
 
 // Whether codes stand for levels, or for the two levels of 1 bit, which are −½ and ½.
@@ -97,7 +101,7 @@ __device__ __forceinline__ RangePair value_range_pair(u32 ranges, int token, int
 template <typename Halves>
 __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 ranges, int m, int first, int step, int lane) {
     if constexpr (KEY_BITS == 16) {
-#pragma unroll 1
+#pragma unroll Halves::UNROLLED
         for (int f = first; f < CHANNEL_STEPS; f += step) {
             const uint4 load = load_key_halves(from + m * (CHANNEL_STEPS * LOAD_BYTES), f, lane);
             const u32 words[4] = {load.x, load.y, load.z, load.w};
@@ -113,7 +117,7 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
         of_tokens[0] = key_range_pair(ranges, 16 * m + g, 0);
         of_tokens[1] = key_range_pair(ranges, 16 * m + g + 8, 0);
     }
-#pragma unroll 1
+#pragma unroll Halves::UNROLLED
     for (int f = first; f < KEY_BLOCKS; f += step) {
         const int block = m * KEY_BLOCKS + f;
         const uint4 load = load_shared_16(from + block / KEY_PLANES * LOAD_BYTES);
@@ -128,20 +132,26 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 words[4];
-            key_pairs(words, load, top, block, half, true);
+            // Codes stay where they are if their place is known.
+            constexpr bool kept = Halves::KEEPS_BITS && KEY_SPAN_RANGES;
+            constexpr bool shifted = Halves::UNROLLED == 1 || KEY_CODEBOOK || kept && !KEY_PLACES_FIXED;
+            const int shift = shifted || KEY_BITS == 3 ? 0 : KEY_PLANE_SHIFT * (block % KEY_PLANES % KEY_HALF_PLANES);
+            key_pairs(words, load, top, block, half, shifted);
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 if constexpr (KEY_LEVELS) {
                     words[r] = multiply_pair(level_halves(levels[2 * half + r % 2] >> 8 * (r / 2)), of_tokens[r % 2].scales);
                 } else if constexpr (KEY_CODEBOOK) {
                     words[r] = multiply_pair(sign_halves(words[r]), of_tokens[r % 2].scales);
+                } else if constexpr (kept) {
+                    // A mask has placed them.
                 } else if constexpr (KEY_SPAN_RANGES) {
-                    words[r] = code_halves(words[r], (u32)KEY_CENTRE);
+                    words[r] = code_halves(words[r], (u32)KEY_CENTRE, shift);
                 } else {
                     const int channel = 32 * f + 16 * half + 4 * c + r / 2;
                     const RangePair range = KEY_TOKEN_RANGES ? of_tokens[r % 2]
                                                              : key_range_pair(ranges, 16 * m + 8 * (r % 2) + g, channel);
-                    words[r] = multiply_add_pair(code_halves(words[r], 0u), range.scales, range.minimums);
+                    words[r] = multiply_add_pair(code_halves(words[r], 0u, shift), range.scales, range.minimums);
                 }
             }
             to.put_keys(m, 2 * f + half, words, lane);
@@ -149,61 +159,79 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
     }
 }
 
-// Unpacks values of 32 tokens, every `step`-th block of 16 channels from `first` on. Loads of values are at `from`.
-template <typename Halves>
-__device__ __forceinline__ void unpack_values(const Halves& to, u32 from, u32 ranges, int run, int first, int step, int lane) {
-    const int g = lane >> 2;
-    const int c = lane & 3;
-    const auto token = [&](int half, int r) { return 32 * run + 16 * half + 8 * (r / 2) + 2 * c; };
+// The ranges of a lane's pairs of tokens of a run of 32, where values have a range per token.
+struct RunRanges {
     RangePair of_tokens[2][2];
-    if constexpr (VALUE_TOKEN_RANGES) {
+
+    __device__ __forceinline__ RunRanges(u32 ranges, int run, int lane) {
+        if constexpr (VALUE_TOKEN_RANGES) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) of_tokens[i / 2][i % 2] = value_range_pair(ranges, token(i / 2, 2 * (i % 2)), 0);
+            for (int i = 0; i < 4; i++) of_tokens[i / 2][i % 2] = value_range_pair(ranges, token(run, i / 2, 2 * (i % 2), lane), 0);
+        }
     }
-#pragma unroll 1
-    for (int n = first; n < VALUE_BLOCKS; n += step) {
-        if constexpr (VALUE_BITS == 16) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint4 load = load_value_halves(from + (2 * run + half) * (VALUE_BLOCKS * LOAD_BYTES), n, lane);
-                const u32 words[4] = {load.x, load.y, load.z, load.w};
-                to.put_values(2 * run + half, n, words, lane);
-            }
-            continue;
-        }
-        const int block = run * VALUE_BLOCKS + n;
-        const uint4 load = load_shared_16(from + block / VALUE_PLANES * LOAD_BYTES + lane * 16);
-        u32 packed[4] = {load.x, load.y, load.z, load.w};
-        if constexpr (VALUE_BITS == 3) {
-            const uint4 top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES + lane * 16);
-            three_bit_block(packed, load, top, block);
-        }
-        const int shift = VALUE_BITS == 3 || VALUE_LEVELS ? 0 : VALUE_BITS * (block % VALUE_PLANES);
-        if constexpr (VALUE_LEVELS) {
-#pragma unroll
-            for (int r = 0; r < 4; r++) packed[r] = plane_levels<VALUE_BITS>(packed[r], block % VALUE_PLANES);
-        }
-        constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x00010001u;
+
+    // The first token of word `r` of a half of a block.
+    static __device__ __forceinline__ int token(int run, int half, int r, int lane) {
+        return 32 * run + 16 * half + 8 * (r / 2) + 2 * (lane & 3);
+    }
+};
+
+// Unpacks values of 32 tokens and 16 channels, block `n` of the channels. Loads of values are at `from`.
+template <typename Halves>
+__device__ __forceinline__ void unpack_value_block(const Halves& to, u32 from, u32 ranges, const RunRanges& of_run, int run, int n,
+                                                   int lane) {
+    if constexpr (VALUE_BITS == 16) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            u32 words[4];
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const u32 codes = packed[r] >> (8 * half + shift) & mask;
-                if constexpr (VALUE_LEVELS) {
-                    words[r] = multiply_pair(level_halves(packed[r] >> 8 * half), of_tokens[half][r / 2].scales);
-                } else if constexpr (VALUE_CODEBOOK) {
-                    words[r] = multiply_pair(sign_halves(codes), of_tokens[half][r / 2].scales);
-                } else if constexpr (VALUE_SPAN_RANGES) {
-                    words[r] = code_halves(codes, (u32)VALUE_CENTRE);
-                } else {
-                    const int channel = 16 * n + 8 * (r % 2) + g;
-                    const RangePair range = VALUE_TOKEN_RANGES ? of_tokens[half][r / 2]
-                                                               : value_range_pair(ranges, token(half, r), channel);
-                    words[r] = multiply_add_pair(code_halves(codes, 0u), range.scales, range.minimums);
-                }
-            }
+            const uint4 load = load_value_halves(from + (2 * run + half) * (VALUE_BLOCKS * LOAD_BYTES), n, lane);
+            const u32 words[4] = {load.x, load.y, load.z, load.w};
             to.put_values(2 * run + half, n, words, lane);
         }
+        return;
     }
+    const int block = run * VALUE_BLOCKS + n;
+    const uint4 load = load_shared_16(from + block / VALUE_PLANES * LOAD_BYTES + lane * 16);
+    u32 packed[4] = {load.x, load.y, load.z, load.w};
+    if constexpr (VALUE_BITS == 3) {
+        const uint4 top = load_shared_16(from + TOPS_AT + block / TOP_PLANES * LOAD_BYTES + lane * 16);
+        three_bit_block(packed, load, top, block);
+    }
+    const int shift = VALUE_BITS == 3 || VALUE_LEVELS ? 0 : VALUE_BITS * (block % VALUE_PLANES);
+    if constexpr (VALUE_LEVELS) {
+#pragma unroll
+        for (int r = 0; r < 4; r++) packed[r] = plane_levels<VALUE_BITS>(packed[r], block % VALUE_PLANES);
+    }
+    constexpr u32 mask = ((1u << (VALUE_BITS % 16)) - 1u) * 0x00010001u;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 words[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const u32 codes = packed[r] >> 8 * half & mask << shift;
+            if constexpr (VALUE_LEVELS) {
+                words[r] = multiply_pair(level_halves(packed[r] >> 8 * half), of_run.of_tokens[half][r / 2].scales);
+            } else if constexpr (VALUE_CODEBOOK) {
+                words[r] = multiply_pair(sign_halves(codes >> shift), of_run.of_tokens[half][r / 2].scales);
+            } else if constexpr (Halves::KEEPS_BITS && VALUE_SPAN_RANGES) {
+                words[r] = VALUE_PLANE_FIXED ? codes : codes >> shift;
+            } else if constexpr (VALUE_SPAN_RANGES) {
+                words[r] = code_halves(codes, (u32)VALUE_CENTRE, shift);
+            } else {
+                const int channel = 16 * n + 8 * (r % 2) + (lane >> 2);
+                const RangePair range = VALUE_TOKEN_RANGES
+                                            ? of_run.of_tokens[half][r / 2]
+                                            : value_range_pair(ranges, RunRanges::token(run, half, r, lane), channel);
+                words[r] = multiply_add_pair(code_halves(codes, 0u, shift), range.scales, range.minimums);
+            }
+        }
+        to.put_values(2 * run + half, n, words, lane);
+    }
+}
+
+// Unpacks values of 32 tokens, every `step`-th block of 16 channels from `first` on.
+template <typename Halves>
+__device__ __forceinline__ void unpack_values(const Halves& to, u32 from, u32 ranges, int run, int first, int step, int lane) {
+    const RunRanges of_run(ranges, run, lane);
+#pragma unroll 1
+    for (int n = first; n < VALUE_BLOCKS; n += step) unpack_value_block(to, from, ranges, of_run, run, n, lane);
 }

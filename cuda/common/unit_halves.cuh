@@ -52,6 +52,9 @@ __device__ __forceinline__ FragmentPair load_fragments(u32 from, int f, int lane
 
 // A unit in shared memory. `m` counts blocks of 16 tokens within the tile.
 struct UnitHalves {
+    static constexpr int UNROLLED = 1;
+    static constexpr bool KEEPS_BITS = false;
+
     u32 keys;
 
     __device__ __forceinline__ void put_keys(int m, int f, const u32 (&words)[4], int lane) const {

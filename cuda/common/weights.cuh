@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "common/reduce.cuh"
+
 // The sums of a warp so far. Weights are 2^(score − reference). A lane holds its own tokens' part of weight and
 // minimum, and the sums of its own channels.
 struct WarpSums {
@@ -48,19 +50,6 @@ struct WarpSums {
         }
     }
 };
-
-// The largest over the 8 lanes that hold the same heads.
-__device__ __forceinline__ float max_of_tokens(float x) {
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 4));
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 8));
-    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 16));
-}
-
-__device__ __forceinline__ float sum_of_tokens(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 4);
-    x += __shfl_xor_sync(ALL_LANES, x, 8);
-    return x + __shfl_xor_sync(ALL_LANES, x, 16);
-}
 
 __device__ __forceinline__ void largest_of_lane(float (&largest)[LANE_HEADS], const float (&x)[PASS_SCORES]) {
 #pragma unroll

@@ -98,7 +98,33 @@ __device__ __forceinline__ void warpgroup_wait(float (&d)[EIGHTS][4]) {
     "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, " \
     "%119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// 64 rows by 64 columns: d += a · b, or d = a · b, with a in registers and b in shared memory.
+// 64 rows by 16 columns: d += a · b, or d = a · b, with a in registers and b in shared memory.
+__device__ __forceinline__ void warpgroup_multiply(float (&d)[2][4], const u32 (&a)[4], u64 b, bool adds = true) {
+    asm volatile(
+        "{\n"
+        ".reg .pred adds;\n"
+        "setp.ne.u32 adds, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, adds, 1, 1, 0;\n"
+        "}"
+        : FOUR(d, 0), FOUR(d, 1)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)));
+}
+
+// 64 rows by 32 columns.
+__device__ __forceinline__ void warpgroup_multiply(float (&d)[4][4], const u32 (&a)[4], u64 b, bool adds = true) {
+    asm volatile(
+        "{\n"
+        ".reg .pred adds;\n"
+        "setp.ne.u32 adds, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, %15}, {%16, %17, %18, %19}, %20, adds, 1, 1, 0;\n"
+        "}"
+        : SIXTEEN(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)));
+}
+
+// 64 rows by 64 columns.
 __device__ __forceinline__ void warpgroup_multiply(float (&d)[8][4], const u32 (&a)[4], u64 b, bool adds = true) {
     asm volatile(
         "{\n"

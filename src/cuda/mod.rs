@@ -18,7 +18,8 @@
 //! | `dequantize`, `find_non_finite` | of the same names | dense rows of a span; the search for what cannot be stored |
 //! | `attend` | `attend.cu`, `prepare_query.cu`, `merge_states.cu` | one launch per segment format: prepares the query, attends, and the last block of a sequence to arrive merges |
 //! | `attend_run` | `attend_run.cu`, `merge_run.cu` | the same for up to 256 rows of queries and query heads of a run; a launch of its own merges |
-//! | `attend_run_pipelined` | `attend_run_pipelined.cu`, `merge_run.cu` | `attend_run` for many rows on compute capability 9.0, over f16 pages or unpacked tiles: one warp copies, two or three warpgroups multiply |
+//! | `attend_run_pipelined` | `attend_run_pipelined.cu`, `merge_run.cu` | `attend_run` for many rows on compute capability 9.0, over f16 pages or unpacked tiles: a warpgroup copies, two or three others multiply |
+//! | `attend_drafts` | `attend_drafts.cu`, `merge_run.cu` | `attend_run` for up to 64 rows over packed pages on compute capability 9.0: codes are unpacked once, in the registers of the warps that multiply them |
 //! | `unpack_tiles` | of the same name | packed tiles as halves, where many rows read them several times |
 //! | `uncentre_lse`, `merge_pair` | of the same names | log-sum-exps over centred keys become those over the keys; states over two sets of tokens are joined |
 //! | `merge_parts`, `reduce_parts` | of the same names | states over several parts of the tokens are joined into an engine's tensor; elements of several ranks are reduced |

@@ -15,6 +15,7 @@ macro_rules! files {
 files![
     "append.cu",
     "attend.cu",
+    "attend_drafts.cu",
     "attend_run.cu",
     "attend_run_pipelined.cu",
     "centre_keys.cu",
@@ -38,6 +39,7 @@ files![
     "common/ring.cuh",
     "common/rotation.cuh",
     "common/rows.cuh",
+    "common/run_outputs.cuh",
     "common/run_queries.cuh",
     "common/run_rows.cuh",
     "common/run_softmax.cuh",

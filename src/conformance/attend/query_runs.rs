@@ -3,7 +3,7 @@
 use super::build::{affine, both, offsets, shape, slug};
 use super::case::{AttendCase, Paging, Queries, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
-use crate::format::{Bits, Grouping, SegmentFormat};
+use crate::format::{Bits, Grouping, SegmentFormat, TensorFormat};
 use crate::plan::{ElementType, QueryRun, Visible};
 
 /// Runs of 1, 2, 7, 128 and 300 queries in one batch, over spans that end within a tile.
@@ -107,7 +107,7 @@ fn wide_runs() -> Vec<AttendCase> {
     cases
 }
 
-/// Drafts of 2 to 8 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has
+/// Drafts of 2 to 16 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has
 /// a window, and two have a sequence of 9000 tokens, which several blocks share.
 fn drafts() -> Vec<AttendCase> {
     let mut cases = Vec::new();
@@ -131,6 +131,22 @@ fn drafts() -> Vec<AttendCase> {
         long.sink = SinkPlace::Middle;
         long.queries = Queries::Runs(vec![QueryRun::causal(0, 7)]);
         cases.push(long);
+    }
+    // Up to 64 rows, codes of every width, levels, and ranges of groups.
+    for (name, group, head_dim, format) in [
+        ("1bit", 4, 64, SegmentFormat::per_channel(Bits::One)),
+        ("2bit", 4, 128, SegmentFormat::per_channel(Bits::Two)),
+        ("3bit", 4, 128, both(affine(Bits::Three, Grouping::Token))),
+        ("8bit", 4, 64, SegmentFormat::per_channel(Bits::Eight)),
+        ("f16-keys", 4, 64, SegmentFormat { key: TensorFormat::F16, value: affine(Bits::Two, Grouping::Token) }),
+        ("kivi", 4, 128, kivi()),
+        ("turboquant-1bit", 2, 64, SegmentFormat::turboquant(Bits::One, 64)),
+        ("turboquant-2bit", 2, 256, SegmentFormat::turboquant(Bits::Two, 256)),
+        ("turboquant-3bit", 8, 64, SegmentFormat::turboquant(Bits::Three, 64)),
+    ] {
+        let mut case = ragged(&format!("runs-drafts-rows-{name}"), group, head_dim, format);
+        case.queries = Queries::Runs(vec![QueryRun::causal(0, 64 / group), all(1, 5), QueryRun::causal(2, 6)]);
+        cases.push(case);
     }
     let window = |sequence, queries| QueryRun::new(sequence, queries, Visible::Window { left: 130 });
     let mut windows = AttendCase::new("runs-drafts-window", shape(4, 128), SegmentFormat::saw_int4());

@@ -38,7 +38,7 @@ impl RunRows {
             match segment.calibration() {
                 None => RunVariant::new(pages, most, facts)
                     .or_else(|| RunVariant::over_unpacked(pages, facts))
-                    .map(|run| run.least_rows()),
+                    .map(|_| RunVariant::least_rows(pages, facts)),
                 Some(_) => RunVariant::pipelined(pages, facts).map(|_| LEAST_PACKED_ROWS),
             }
         };
@@ -80,9 +80,8 @@ pub(super) struct QueryKernels {
 }
 
 impl QueryKernels {
-    /// Those over all segments of a plan. Codes are unpacked in registers by `attend`, so that more than one read of a
-    /// tile costs more than more rows. In f16 alone `attend_run` is as good from few rows on. A calibrated query has
-    /// extremes of its own.
+    /// Those over all segments of a plan. Where `attend_run` pays off from many rows on alone, `attend` takes several
+    /// queries over packed pages, so that tokens are read once for them. A calibrated query has extremes of its own.
     pub(super) fn of(facts: &DeviceFacts, plan: &AttendPlan) -> Self {
         let shape = *plan.shape();
         let is_packed = plan.segments().iter().any(|segment| *segment.format() != SegmentFormat::F16);
@@ -100,8 +99,6 @@ impl QueryKernels {
         let queries = run.run.queries;
         if !run.moves_evenly() || queries == 1 {
             RunKernel::Few
-        } else if queries <= self.most_moving {
-            RunKernel::Moving
         } else if self.rows.is_some_and(|rows| rows.are_many(&self.shape, queries)) {
             RunKernel::Many
         } else if self.most_moving > 1 {

@@ -30,14 +30,14 @@ pub(in crate::cuda) fn prepare(
         && stores.iter().any(|store| store.format != SegmentFormat::F16);
     let pages = stores.iter().map(|store| PageFormat::new(shape, &store.format)).collect::<Result<Vec<_>>>()?;
     let most_moving = if moves { most_moving(&pages, shape.group(), facts) } else { 1 };
-    let one_store = stores.len() == 1;
     for (store, pages) in stores.iter().zip(pages) {
         let passes = ScorePass::of(store.calibration.is_some());
         let attends = few_variants(shape, (pages, passes), longest, facts)?;
         let moving = moving_variants(shape, pages, longest.min(most_moving), facts);
         for &logits in &logits {
             let storing = attends.iter().filter_map(|variant| variant.storing(shape.group(), facts));
-            let stores = one_store && store.calibration.is_none() && store.format.takes_single_tokens();
+            // While a sequence has tokens in one store alone, its step may be one launch.
+            let stores = store.calibration.is_none() && store.format.takes_single_tokens();
             let storing: Vec<AttendVariant> = storing.filter(|_| stores).collect();
             for variant in
                 attends.iter().chain(&moving).chain(&storing).map(|&variant| AttendVariant { logits, ..variant })
@@ -88,8 +88,11 @@ fn run_variants(
     if passes.len() > 1 {
         return RunVariant::pipelined(pages, facts).filter(|_| rows >= LEAST_PACKED_ROWS).into_iter().collect();
     }
+    if rows < RunVariant::least_rows(pages, facts) {
+        return Vec::new();
+    }
     let in_block = RunVariant::all(pages, rows, facts);
     let unpacks = in_block.is_empty() || RunVariant::unpacks_for(longest, most);
     let unpacked = RunVariant::over_unpacked(pages, facts).filter(|_| unpacks);
-    in_block.into_iter().chain(unpacked).filter(|variant| variant.least_rows() <= rows).collect()
+    in_block.into_iter().chain(unpacked).collect()
 }

@@ -1,11 +1,11 @@
-//! How `attend_run` and `attend_run_pipelined`, the kernels for many queries of a run, are compiled for a format on a
-//! device.
+//! How `attend_run`, `attend_run_pipelined` and `attend_drafts`, the kernels for several queries of a run, are compiled
+//! for a format on a device.
 
 use crate::cuda::sources::SOURCES;
 use cudarc::driver::CudaFunction;
 
 use super::logits::Logits;
-use super::split::{PIPELINED_TOKEN_RATE, RUN_TOKEN_RATE};
+use super::split::{DRAFT_TOKEN_RATE, PIPELINED_TOKEN_RATE, RUN_TOKEN_RATE};
 use super::variant::{LINE_BYTES, ScorePass};
 use crate::Result;
 use crate::cuda::Cuda;
@@ -24,12 +24,15 @@ const MOST_WARPS: usize = 16;
 /// Rows that one block takes, of up to 128 channels.
 pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
-/// Smallest number of rows for which it pays off: in f16, and where something is unpacked or calibrated. `attend` takes
-/// fewer rows. Its blocks have up to 8 query heads, so that more read the tokens twice, but from codes: on an H200
-/// drafts of 8 queries of four heads over 8 × 32k tokens took 462 µs in f16 by `attend` and 262 by this kernel, and 207
-/// and 252 at 4 bits.
+/// Smallest number of rows for which it pays off: in f16 and where `attend_drafts` takes them, and where something is
+/// unpacked for all warps or calibrated. `attend` takes fewer rows. Its blocks have up to 8 query heads, or 32 that
+/// unpack tokens for themselves.
 const LEAST_DRAFT_ROWS: usize = 9;
 pub(super) const LEAST_PACKED_ROWS: usize = 33;
+
+/// The same for `attend_drafts` where ranges are those of tokens or of the span. Over ranges of groups `attend` is slower
+/// from [`LEAST_DRAFT_ROWS`] on.
+const LEAST_CODE_ROWS: usize = 17;
 
 /// Warps of a block of few rows, which share the tokens of a tile.
 const FEW_WARPS: usize = MOST_WARPS / 2;
@@ -43,6 +46,14 @@ pub(super) const DRAFT_ROWS: usize = FEW_WARPS * WARP_ROWS / MOST_PARTS;
 /// Smallest number of rows for `attend_run_pipelined`, and the heads whose outputs it has products for.
 pub(super) const LEAST_PIPELINED_ROWS: usize = 65;
 const PIPELINED_CHANNELS: [usize; 4] = [64, 96, 128, 256];
+
+/// Rows of `attend_drafts`: its registers have room for as many of up to 128 channels, and for half of them of 256.
+const LEAST_REGISTER_ROWS: usize = 16;
+const MOST_REGISTER_ROWS: usize = 64;
+const REGISTER_CHANNELS: [usize; 3] = [64, 128, 256];
+
+/// Warpgroups of a block of `attend_drafts`, and stages of each, the best first. Three leave registers for 32 rows.
+const DRAFT_GROUPS: [(usize, usize); 6] = [(3, 4), (3, 3), (3, 2), (2, 4), (2, 3), (2, 2)];
 
 /// Threads of `attend_run_pipelined` that copy.
 const COPYING_THREADS: usize = 128;
@@ -73,7 +84,7 @@ const RESERVED_BYTES: usize = 1 << 10;
 /// Bytes of a counter of works and of one of the blocks that have ended.
 pub(super) const WORK_COUNTER_BYTES: usize = 8;
 
-/// How `attend_run` or `attend_run_pipelined` is compiled.
+/// How `attend_run`, `attend_run_pipelined` or `attend_drafts` is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct RunVariant {
     pages: PageFormat,
@@ -99,12 +110,18 @@ enum Multiplies {
     /// `attend_run_pipelined`: as many groups of four warps have 64 rows each, and other warps copy. Packed tiles are
     /// unpacked by `unpack_tiles` first.
     Pipelined { groups: usize },
+    /// `attend_drafts`: as many groups of four warps have the same rows and take tiles in turn. Every code is unpacked once,
+    /// into the registers of the warp that multiplies it.
+    Registers { groups: usize, rows: usize },
 }
 
 impl RunVariant {
     /// The variant for blocks of `rows` rows. `None` for sketches, more than 128 channels of packed tensors, and devices
     /// with little shared memory.
     pub(super) fn new(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
+        if let Some(drafts) = Self::drafts(pages, rows, facts) {
+            return Some(drafts);
+        }
         let most = if pages.packed() { MOST_CHANNELS } else { MOST_DENSE_CHANNELS };
         if pages.head_dim > most || pages.key.sketched() {
             return None;
@@ -132,7 +149,7 @@ impl RunVariant {
             let item_rows = BLOCK_ROWS;
             stages.rev().map(move |stages| Self { pages, warps, multiplies, stages, bulk_copies, logits, item_rows })
         });
-        variants.into_iter().find(|variant| variant.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes)
+        variants.into_iter().find(|variant| variant.fits(facts))
     }
 
     /// `attend_run_pipelined`, on devices with warpgroups.
@@ -148,12 +165,42 @@ impl RunVariant {
             item_rows: BLOCK_ROWS,
         };
         let runs = facts.has_warpgroups() && PIPELINED_CHANNELS.contains(&pages.head_dim) && !pages.key.sketched();
-        (runs && run.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes).then_some(run)
+        (runs && run.fits(facts)).then_some(run)
     }
 
-    /// Smallest number of rows for which `attend` is slower.
-    pub(super) const fn least_rows(&self) -> usize {
-        if self.pages.packed() { LEAST_PACKED_ROWS } else { LEAST_DRAFT_ROWS }
+    /// `attend_drafts`, for packed pages on devices with warpgroups.
+    fn drafts(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Option<Self> {
+        let rows = rows.next_power_of_two().max(LEAST_REGISTER_ROWS);
+        let most = if pages.head_dim > MOST_CHANNELS { MOST_REGISTER_ROWS / 2 } else { MOST_REGISTER_ROWS };
+        let serves = facts.has_warpgroups() && pages.packed() && !pages.key.sketched();
+        if !serves || rows > most || !REGISTER_CHANNELS.contains(&pages.head_dim) {
+            return None;
+        }
+        let many_registers = rows * pages.head_dim > 32 * MOST_CHANNELS || pages.head_dim > MOST_CHANNELS;
+        let sizes = DRAFT_GROUPS.into_iter().filter(|&(groups, _)| groups == 2 || !many_registers);
+        let variants = sizes.map(|(groups, stages)| Self {
+            pages,
+            warps: 4 * groups,
+            multiplies: Multiplies::Registers { groups, rows },
+            stages,
+            bulk_copies: true,
+            logits: Logits::default(),
+            item_rows: rows,
+        });
+        variants.into_iter().find(|variant| variant.fits(facts))
+    }
+
+    /// Whether a block finds room.
+    const fn fits(&self, facts: &DeviceFacts) -> bool {
+        self.shared_bytes() + FIXED_BYTES + RESERVED_BYTES <= facts.shared_bytes
+    }
+
+    /// Smallest number of rows over these pages for which `attend` is slower.
+    pub(super) fn least_rows(pages: PageFormat, facts: &DeviceFacts) -> usize {
+        if pages.packed() && Self::drafts(pages, LEAST_DRAFT_ROWS, facts).is_none() {
+            return LEAST_PACKED_ROWS;
+        }
+        if pages.packed() && !pages.is_grouped() { LEAST_CODE_ROWS } else { LEAST_DRAFT_ROWS }
     }
 
     /// The same for launches whose scores become such logits.
@@ -168,8 +215,8 @@ impl RunVariant {
 
     /// Every variant for blocks of up to `rows` rows.
     pub(super) fn all(pages: PageFormat, rows: usize, facts: &DeviceFacts) -> Vec<Self> {
-        let least =
-            [1, LEAST_PACKED_ROWS, LEAST_PIPELINED_ROWS, BLOCK_ROWS / 2 + 1].into_iter().filter(|&least| least <= rows);
+        let least = [1, LEAST_REGISTER_ROWS + 1, LEAST_PACKED_ROWS, LEAST_PIPELINED_ROWS, BLOCK_ROWS / 2 + 1];
+        let least = least.into_iter().filter(|&least| least <= rows);
         let mut all: Vec<Self> = least.filter_map(|rows| Self::new(pages, rows, facts)).collect();
         all.dedup();
         all
@@ -177,7 +224,10 @@ impl RunVariant {
 
     /// Rows that a block has at the same time.
     pub(super) const fn rows(&self) -> usize {
-        self.warps * WARP_ROWS / self.token_parts()
+        match self.multiplies {
+            Multiplies::Registers { rows, .. } => rows,
+            _ => self.warps * WARP_ROWS / self.token_parts(),
+        }
     }
 
     /// Whether blocks stay on their multiprocessor and take works from a counter, [`WORK_COUNTER_BYTES`] of memory that
@@ -203,6 +253,7 @@ impl RunVariant {
     pub(super) const fn token_rate(&self) -> f64 {
         match self.multiplies {
             Multiplies::Pipelined { .. } => PIPELINED_TOKEN_RATE * 128.0 / self.pages.head_dim as f64,
+            Multiplies::Registers { .. } => DRAFT_TOKEN_RATE * 128.0 / self.pages.head_dim as f64,
             _ => RUN_TOKEN_RATE * (BLOCK_ROWS / self.rows()) as f64,
         }
     }
@@ -217,6 +268,7 @@ impl RunVariant {
             Multiplies::Warps { parts } => parts,
             Multiplies::Warpgroups { halves } => halves,
             Multiplies::Pipelined { .. } => 1,
+            Multiplies::Registers { groups, .. } => groups,
         }
     }
 
@@ -232,7 +284,11 @@ impl RunVariant {
 
     /// The name of its kernel.
     pub(super) const fn name(&self) -> &'static str {
-        if self.takes_works() { "attend_run_pipelined" } else { "attend_run" }
+        match self.multiplies {
+            Multiplies::Pipelined { .. } => "attend_run_pipelined",
+            Multiplies::Registers { .. } => "attend_drafts",
+            Multiplies::Warps { .. } | Multiplies::Warpgroups { .. } => "attend_run",
+        }
     }
 
     /// Whether launches may overlap.
@@ -271,12 +327,14 @@ impl RunVariant {
             ("WARPS", self.warps),
             ("WARPGROUPS", (!matches!(self.multiplies, Multiplies::Warps { .. })).into()),
             ("TOKEN_PARTS", self.token_parts()),
+            ("DRAFT_ROWS", if let Multiplies::Registers { rows, .. } = self.multiplies { rows } else { 0 }),
             ("SCORE_PASS", pass as usize),
         ]);
         defines.extend(self.logits.defines());
         let files: &[&str] = match self.multiplies {
             Multiplies::Pipelined { .. } => &["attend_run_pipelined.cu", "merge_run.cu"],
-            _ => &["attend_run.cu", "merge_run.cu"],
+            Multiplies::Registers { .. } => &["attend_drafts.cu", "merge_run.cu"],
+            Multiplies::Warps { .. } | Multiplies::Warpgroups { .. } => &["attend_run.cu", "merge_run.cu"],
         };
         Program { sources: &SOURCES, files, defines }
     }
@@ -306,12 +364,18 @@ impl RunVariant {
             let works = if self.pages.head_dim > MOST_CHANNELS { 1 } else { 2 };
             return self.stages * pass + works * queries;
         }
+        let stage = self.pages.head_bytes().next_multiple_of(LINE_BYTES);
+        if let Multiplies::Registers { groups, rows } = self.multiplies {
+            let weights = rows * TILE_TOKENS * size_of::<u16>();
+            let tiles = groups * (self.stages * stage + weights) + queries;
+            let outputs = groups * rows * (self.pages.head_dim + 8) * size_of::<f32>();
+            return if tiles > outputs { tiles } else { outputs };
+        }
         let halves = match self.multiplies {
             Multiplies::Warpgroups { halves } => halves * tile + queries,
             Multiplies::Warps { .. } if self.pages.packed() => 2 * tile,
             _ => 0,
         };
-        let stage = self.pages.head_bytes().next_multiple_of(LINE_BYTES);
         let tiles = halves + self.stages * stage;
         let outputs = self.warps * WARP_ROWS * (self.pages.head_dim + 8) * size_of::<f32>();
         if tiles > outputs { tiles } else { outputs }
@@ -370,6 +434,28 @@ mod tests {
         }
         assert_eq!(item_rows(64, &h200), 192);
         assert_eq!(item_rows(64, &a100), BLOCK_ROWS);
+        Ok(())
+    }
+
+    /// Few rows over packed pages are unpacked in registers, where there are warpgroups and no sketches.
+    #[test]
+    fn few_rows_of_packed_pages_are_drafts() -> std::result::Result<(), Error> {
+        let h200 = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
+        let a100 = DeviceFacts { capability: (8, 0), multiprocessors: 108, shared_bytes: 166_912 };
+        let rows = |head_dim, format: &SegmentFormat, rows, facts: &DeviceFacts| -> Result<Option<usize>> {
+            let run = RunVariant::new(PageFormat::new(&AttentionShape::new(32, 8, head_dim)?, format)?, rows, facts);
+            Ok(run.filter(|run| run.name() == "attend_drafts").map(|run| run.rows()))
+        };
+        let saw_int4 = SegmentFormat::saw_int4();
+        for (given, taken) in [(9, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64)] {
+            assert_eq!(rows(128, &saw_int4, given, &h200)?, Some(taken), "{given}");
+            assert_eq!(rows(256, &saw_int4, given, &h200)?, (taken <= 32).then_some(taken), "{given}");
+        }
+        assert_eq!(rows(128, &saw_int4, 65, &h200)?, None);
+        assert_eq!(rows(128, &SegmentFormat::F16, 32, &h200)?, None);
+        assert_eq!(rows(96, &saw_int4, 32, &h200)?, None);
+        assert_eq!(rows(128, &saw_int4, 32, &a100)?, None);
+        assert_eq!(rows(128, &SegmentFormat::turboquant_prod(Bits::Four, 128), 32, &h200)?, None);
         Ok(())
     }
 

@@ -20,6 +20,9 @@ pub(super) const RUN_TOKEN_RATE: f64 = 34.0;
 /// The same rate for `attend_run_pipelined`, at 128 channels.
 pub(super) const PIPELINED_TOKEN_RATE: f64 = 85.0;
 
+/// The same rate for `attend_drafts`, at 128 channels.
+pub(super) const DRAFT_TOKEN_RATE: f64 = 250.0;
+
 /// Start and end of a block.
 pub(super) const BLOCK_TIME: f64 = 3.0;
 

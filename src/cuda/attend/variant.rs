@@ -496,10 +496,11 @@ mod tests {
             ];
             for format in formats {
                 let pages = PageFormat::new(&shape, &format).unwrap();
-                let in_block = RunVariant::new(pages, BLOCK_ROWS / 2, &H200);
+                let in_block = [16, 32, 64, BLOCK_ROWS / 2].map(|rows| RunVariant::new(pages, rows, &H200));
                 let unpacked = RunVariant::over_unpacked(pages, &H200);
                 let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
-                let runs = in_block.into_iter().chain(unpacked).flat_map(|run| [run, run.with_logits(windowed)]);
+                let runs =
+                    in_block.into_iter().flatten().chain(unpacked).flat_map(|run| [run, run.with_logits(windowed)]);
                 for program in runs.map(|run| run.program(ScorePass::Plain)) {
                     let remarks = program.compiler_remarks(&program.architecture(&H200)).unwrap();
                     assert!(!remarks.contains("serialized"), "{format} at {head_dim}: {remarks}");
@@ -524,7 +525,8 @@ mod tests {
             [(false, false), (false, true), (true, false)].map(|(capped, sinks)| Logits { capped, sinks, mask })
         });
         let unpacked = RunVariant::over_unpacked(pages, &H200);
-        let runs = [BLOCK_ROWS, BLOCK_ROWS / 2, 1].into_iter().filter_map(|rows| RunVariant::new(pages, rows, &H200));
+        let runs =
+            [BLOCK_ROWS, BLOCK_ROWS / 2, 64, 32, 1].into_iter().filter_map(|rows| RunVariant::new(pages, rows, &H200));
         let runs = runs.chain(unpacked);
         let runs = runs.flat_map(|run| {
             let windowed = Logits { capped: true, sinks: true, mask: TokenMask::Window };
