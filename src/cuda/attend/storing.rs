@@ -72,6 +72,11 @@ mod tests {
                 let store = StoreView { format, calibration: None, spans: (0..sequences).map(span).collect() };
                 let plan = AttendPlan::new(shape, &QueryRun::decode_batch(sequences), &[store]).unwrap();
                 let step = AttendStep::for_device(&H200, &plan).unwrap();
+                let kernel = step.segments()[0].kernel;
+                assert!(
+                    matches!(kernel, SegmentKernel::Attend(of) if of.blocks == 1),
+                    "{sequences} × {tokens} {format}"
+                );
                 assert_eq!(step.segments()[0].gains_by_storing(), gains, "{sequences} × {tokens} {format}");
             }
         }
