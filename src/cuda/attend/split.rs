@@ -257,8 +257,8 @@ mod tests {
         let ((tiles, together), (_, alone)) = (shared(32).tiles_per_item(&[64; 8]), wave(32).tiles_per_item(&[64; 8]));
         assert_eq!(tiles, 64);
         assert!(together < alone, "{together} {alone}");
-        // One of 16k and a token: 33 states would be merged in three rounds of loads, fewer in one.
-        let of = |wave: Wave| Wave { tile_bytes: 17_408, ..wave }.tiles_per_item(&[129]).1;
+        // One of 128k and a token: 25 states would be merged in two rounds of loads, 13 in one.
+        let of = |wave: Wave| Wave { tile_bytes: 17_408, ..wave }.tiles_per_item(&[1025]).1;
         assert!(of(wave(8)) < of(shared(8)));
         // 64 rows of 256 tiles: cut in twos they fill the multiprocessors.
         assert!(wave(8).tiles_per_item(&[256; 8]).1 < shared(8).tiles_per_item(&[256; 8]).1);

@@ -442,7 +442,7 @@ mod tests {
         for (format, sizes) in [
             (SegmentFormat::saw_int4(), [32, 32, 2, 16]),
             (SegmentFormat::turboquant(Bits::Three, 128), [32, 32, 2, 16]),
-            (SegmentFormat::F16, [16, 16, 2, 12]),
+            (SegmentFormat::F16, [16, 16, 2, 8]),
         ] {
             let pages = PageFormat::new(&shape, &format).unwrap();
             let whole = AttendVariant::candidates(pages, 4, 90, &H200).unwrap()[0];
