@@ -11,7 +11,7 @@
 # The script sets these for the tests; users do not:
 #   KVPACK_TEST_DRIVER    the driver that a run expects: without an adapter of that driver, GPU tests fail
 #   KVPACK_PATH           forces a capability path (floor, f16, subgroups, matrices)
-#   KVPACK_TEST_BRIEF     skips some cases that the run of all tests on the first driver includes
+#   KVPACK_TEST_BRIEF     skips some cases that other stages have
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/vulkan-drivers.sh
@@ -312,7 +312,11 @@ gpu_tests() {
     # A hundred devices come and go in a process of their own: a driver that does not survive it fails by its name.
     stage "devices-$first" on "$first" program gpu devices::
 }
-gpu_conformance() { stage "conformance-$first" on "$first" program gpu_conformance; }
+# The stage of the checks that wgpu inserts has the floor.
+gpu_conformance() {
+    KVPACK_TEST_BRIEF=1 stage "conformance-$first" on "$first" program gpu_conformance
+    KVPACK_PATH=f16 stage conformance-f16 on "$first" program gpu_conformance
+}
 cpu_conformance() { stage conformance-cpu program conformance; }
 other_programs() { stage tests on "$first" programs_but gpu gpu_conformance conformance; }
 
@@ -342,7 +346,7 @@ safe_checks() {
     KVPACK_CHECKS=safe KVPACK_PATH=floor WGPU_STRICT_WEBGPU_COMPLIANCE=1 \
         stage gpu-safe-checks on "$first" program gpu_conformance
 }
-# The stage of all conformance cases on the first driver includes those of that path.
+# Without these checks, that path runs what compares kernels with their CPU twins.
 floor() { KVPACK_PATH=floor stage gpu-floor on "$first" program gpu "${kernels[@]}"; }
 # The examples compare their outputs with the CPU and with f64. Building the tests builds them too.
 example() {

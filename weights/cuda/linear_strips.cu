@@ -1,4 +1,4 @@
-// The product of up to 16 rows of activations in f16 with weights of 2, 3 or 4 bits that lie in strips: y = x · Wᵀ.
+// The product of up to 16 rows of activations in f16 with weights that lie in strips: y = x · Wᵀ.
 //
 // Compiled behind linear.cu. A strip has 16 outputs, a step 128 inputs, which are one group.
 //
@@ -7,23 +7,32 @@
 // below the least normal one, f · code · 2^-24. So codes enter the MMAs without arithmetic, pairs of the same f go to
 // the same sums, and a step adds scale · (Σ x · code - zero · Σ x) to its outputs, in units of 2^-24.
 //
-// Weights stream through rings in shared memory, one of each warp. Activations stay in registers while a warp goes
-// through the strips of its cluster. The blocks of a cluster share the steps, and each adds the sums of both for half
-// of the strips. Sums are f32 and run in a fixed order.
+// A cluster takes some strips and all steps. The warps of its blocks form shares of TEAM warps. A share takes every
+// ALL_SHARES-th step, and each of its warps some of the strips, whose sums stay in registers from the first step to the
+// last one. A warp copies each step of its strips into slots in shared memory while it multiplies the step before. The
+// warps of a share copy activations together, a step ahead, and hold those of a step in registers while they go through
+// their strips. At the end the sums of all shares are added, each block of a cluster for half of the strips. Sums are
+// f32 and run in a fixed order.
 //
-// Macros beside those of linear.cu: WARPS, CLUSTER (blocks of a cluster, 1 or 2), GRID (clusters), TOGETHER (steps
-// whose activations a warp holds), AHEAD (strips of a ring), WINDOW and BUFFERS (strips whose sums are added together;
-// 2 if a cluster has more strips than that).
+// Macros beside those of linear.cu: WARPS, CLUSTER (blocks of a cluster, 1 or 2), GRID (clusters), TEAM (warps of a
+// share).
 
-// A step is four chunks, a strip 16 outputs. A cluster takes strips, the warps of its blocks take shares of the steps.
+#include "shared_memory.cuh"
+
+// A step is four chunks, a strip 16 outputs.
 constexpr u32 STEPS = CHUNKS / 4;
 constexpr u32 TILES = (ALL_ROWS + 7) / 8;
 constexpr u32 STRIPS = (OUTPUTS + 15) / 16;
-constexpr u32 ALL_WARPS = CLUSTER * WARPS;
-constexpr u32 MOST_STEPS = (STEPS + ALL_WARPS - 1) / ALL_WARPS;
+constexpr u32 SHARES = WARPS / TEAM;
+constexpr u32 ALL_SHARES = CLUSTER * SHARES;
 constexpr u32 MOST_STRIPS = (STRIPS + GRID - 1) / GRID;
-// A warp keeps the activations of TOGETHER steps in registers and takes all strips with them, then come the next ones.
-constexpr u32 PHASES = (MOST_STEPS + TOGETHER - 1) / TOGETHER;
+// Strips of a warp, each with a slot. A share has two slots of activations: of this step and of the next one.
+constexpr u32 MOST_OWN = (MOST_STRIPS + TEAM - 1) / TEAM;
+constexpr u32 LEAST_OWN = STRIPS / GRID / TEAM;
+constexpr u32 INPUT_SLOTS = 2;
+// Copies of strips that have not ended when a strip has been read, and when the next one has.
+constexpr u32 PENDING = MOST_OWN - 1;
+constexpr u32 PENDING_NEXT = MOST_OWN > 1 ? MOST_OWN - 2 : 0;
 
 // Copies of 16 bytes of a step, and of a lane.
 constexpr u32 PIECES = 16 * BITS;
@@ -31,14 +40,22 @@ constexpr u32 COPIES = (PIECES + 31) / 32;
 constexpr u32 SCALE_BYTES = SINGLE_SCALES ? 8 : 4;
 constexpr u32 CODE_BYTES = 2 * 32 * 4 * BITS;
 constexpr u32 SLOT_BYTES = CODE_BYTES + 16 * SCALE_BYTES;
+constexpr u32 WEIGHT_BYTES = WARPS * MOST_OWN * SLOT_BYTES;
 
-// A warp's ring holds its steps of AHEAD strips.
-constexpr u32 SLOTS = AHEAD * TOGETHER;
-constexpr u32 RINGS_BYTES = WARPS * SLOTS * SLOT_BYTES;
+// Rows of activations of a step: 128 inputs each.
+constexpr u32 INPUT_BYTES = ALL_ROWS * 256;
 
 // Words from one row of partial sums to the next: lanes of a warp write to different banks.
 constexpr u32 PARTIAL_ROW = 20;
 constexpr u32 PARTIAL = ALL_ROWS * PARTIAL_ROW;
+// Partial sums lie where weights and activations were.
+constexpr u32 STREAM_BYTES = WEIGHT_BYTES + SHARES * INPUT_SLOTS * INPUT_BYTES;
+constexpr u32 PARTIAL_BYTES = MOST_STRIPS * SHARES * PARTIAL * 4;
+constexpr u32 SUMS_AT = STREAM_BYTES > PARTIAL_BYTES ? STREAM_BYTES : PARTIAL_BYTES;
+// Sums of the other block of a cluster, and the barrier that says that they have come.
+constexpr u32 STRIP_SUMS = 16 * ALL_ROWS;
+constexpr u32 MOST_OWNED = (MOST_STRIPS + 1) / 2;
+constexpr u32 CAME_AT = SUMS_AT + MOST_OWNED * STRIP_SUMS * 4;
 
 // The sums are in units of 2^-24, the value of a code of 1 as an f16.
 constexpr float UNIT = 1.0f / (1 << 24);
@@ -72,11 +89,6 @@ __device__ __forceinline__ u32 kept(u32 x) {
     return x;
 }
 
-__device__ __forceinline__ u64 kept(u64 x) {
-    asm volatile("" : "+l"(x));
-    return x;
-}
-
 __device__ __forceinline__ uint4 shared16(u32 at) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
@@ -95,7 +107,7 @@ __device__ __forceinline__ u32 shared4(u32 at) {
     return x;
 }
 
-// Where a lane copies the steps of a strip from. Lanes below 16 copy a scale as well.
+// Where a lane copies a step of its warp's strips from. Lanes below 16 copy scales as well.
 struct Source {
     u64 codes, scales;
     bool exists;
@@ -106,27 +118,37 @@ struct Places {
     u32 pieces, copied, chunk, scale;
 };
 
-__device__ __forceinline__ Places places_of(u32 ring, u32 lane) {
-    return {kept(ring + 16 * lane), kept(ring + CODE_BYTES + lane % 16 * SCALE_BYTES), kept(ring + lane * (4 * BITS)),
-            kept(ring + CODE_BYTES + lane / 4 * SCALE_BYTES)};
+// Halves of a chunk of 8 bits change places in every second four of chunks, so that lanes read different banks.
+__device__ __forceinline__ u32 piece_at(u32 piece) { return BITS == 8 ? piece ^ (piece / 8 % 2) : piece; }
+
+__device__ __forceinline__ Places places_of(u32 slots, u32 lane) {
+    const u32 pieces = kept(slots + 16 * piece_at(lane));
+    return {pieces, kept(slots + CODE_BYTES + lane % 16 * SCALE_BYTES),
+            BITS == 4 ? pieces : kept(slots + (BITS == 8 ? 16 * piece_at(2 * lane) : lane * (4 * BITS))),
+            kept(slots + CODE_BYTES + lane / 4 * SCALE_BYTES)};
 }
 
-__device__ __forceinline__ void copy_step(const Source& from, const Places& at, u32 slot, u32 s, u32 lane, bool has) {
+// Copies a step of strip `k` of the warp.
+__device__ __forceinline__ void copy_step(const Source& from, const Places& at, u32 k, u32 slot, u32 lane, bool has) {
+    constexpr u64 STRIP_CODES = STEPS * (256ull * BITS), STRIP_SCALES = STEPS * (16ull * SCALE_BYTES);
     has = has && from.exists;
 #pragma unroll
-    for (u32 k = 0; k < COPIES; k++) {
-        copy16_if(has && 32 * k + lane < PIECES, at.pieces + slot + 512 * k, from.codes + s * (256 * BITS) + 512 * k);
+    for (u32 i = 0; i < COPIES; i++) {
+        copy16_if(has && 32 * i + lane < PIECES, at.pieces + slot + 512 * i, from.codes + (k * STRIP_CODES + 512 * i));
     }
-    copy_scale_if(has && lane < 16, at.copied + slot, from.scales + s * (16 * SCALE_BYTES));
+    copy_scale_if(has && lane < 16, at.copied + slot, from.scales + k * STRIP_SCALES);
 }
 
 // The chunk of an output, and with `which` 1 of the output eight later.
 __device__ __forceinline__ Chunk copied_chunk(const Places& of, u32 slot, u32 which) {
     Chunk c;
     const u32 at = of.chunk + slot + which * (128 * BITS);
-    if constexpr (BITS == 4) {
-        const uint4 x = shared16(at);
-        c.words[0] = x.x, c.words[1] = x.y, c.words[2] = x.z, c.words[3] = x.w;
+    if constexpr (BITS % 4 == 0) {
+#pragma unroll
+        for (u32 i = 0; i < BITS / 4; i++) {
+            const uint4 x = shared16(at ^ 16 * i);
+            c.words[4 * i] = x.x, c.words[4 * i + 1] = x.y, c.words[4 * i + 2] = x.z, c.words[4 * i + 3] = x.w;
+        }
     } else if constexpr (BITS == 2) {
         const uint2 x = shared8(at);
         c.words[0] = x.x, c.words[1] = x.y;
@@ -147,41 +169,41 @@ __device__ __forceinline__ float2 copied_scale(u32 at) {
     }
 }
 
-// MMA j of a step multiplies two pairs of codes that come with the same factor.
-__device__ __forceinline__ constexpr int pair_of(int j, int which) {
-    constexpr int TWO[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
-    constexpr int THREE[16] = {0, 3, 1, 4, 2, 7, 5, 8, 6, 9, 10, 13, 11, 14, 12, 15};
-    constexpr int FOUR[16] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-    const int at = 2 * j + which;
-    return BITS == 2 ? TWO[at] : BITS == 3 ? THREE[at] : FOUR[at];
+// How a pair of codes becomes two f16 numbers: its word is shifted right by `shift`, and its lower code is at bit `at`
+// then. The pairs 2j and 2j + 1, which an MMA multiplies, have the same `at`: MMAs take neighbouring registers of
+// activations, and other pairs would have to be moved together for every strip.
+struct Field {
+    int word, shift, at;
+};
+
+__device__ __forceinline__ constexpr Field field_of(int pair) {
+    constexpr int THREE_SHIFT[15] = {0, 3, 0, 3, 12, 0, 3, 6, 3, 6, 0, 3, 0, 3, 12};
+    constexpr int TWO_SHIFT[8] = {0, 2, 0, 2, 8, 10, 8, 10}, FOUR_SHIFT[4] = {0, 4, 4, 8};
+    if (BITS == 8) return {pair / 2, pair % 2 * 8, 0};
+    if (BITS == 4) return {pair / 4, FOUR_SHIFT[pair % 4], 4 * (pair % 4) - FOUR_SHIFT[pair % 4]};
+    if (BITS == 2) return {pair / 8, TWO_SHIFT[pair % 8], 2 * (pair % 8) - TWO_SHIFT[pair % 8]};
+    if (pair == 15) return {0, 0, 0};
+    return {pair / 5, THREE_SHIFT[pair], 3 * (pair % 5) - THREE_SHIFT[pair]};
 }
 
-// The sums that codes of a factor go to.
-constexpr int CLASSES = BITS == 2 ? 4 : BITS == 3 ? 3 : 2;
+// Codes at bit 0 and those at the other one have sums of their own, and the latter are multiplied by OTHER_UNIT. At 8
+// bits all codes are at bit 0, and two sums let two MMAs run at a time.
+constexpr int CLASSES = 2;
+constexpr float OTHER_UNIT = BITS == 8 ? 1.0f : BITS == 3 ? 1.0f / 64 : 1.0f / 16;
 
 __device__ __forceinline__ constexpr int class_of(int j) {
-    if (BITS == 3 && j == 7) return 0;
-    return log_factor(pair_of(j, 0)) / BITS;
+    return BITS == 8 ? j % 2 : field_of(2 * j).at == 0 ? 0 : 1;
 }
 
 // A pair of codes as two f16 numbers below the least normal one: f · code · 2^-24.
 __device__ __forceinline__ u32 small_field(const Chunk& c, int pair) {
-    u32 word;
-    int at = log_factor(pair);
-    if (BITS == 2) {
-        word = c.words[pair / 8] >> (pair % 8 < 4 ? 0 : 8);
-    } else if (BITS == 4) {
-        word = c.words[pair / 4] >> (pair % 4 < 2 ? 0 : 8);
-    } else if (pair == 15) {
+    if (BITS == 3 && pair == 15) {
         return ((c.words[0] >> 15) & 0x00010001u) | ((c.words[1] >> 14) & 0x00020002u) |
                ((c.words[BITS - 1] >> 13) & 0x00040004u);
-    } else if (pair == 12) {
-        word = c.words[BITS - 1] >> 6, at = 0;
-    } else {
-        word = c.words[pair / 5] >> (pair % 5 < 3 ? 0 : 9);
     }
-    const u32 mask = ((1u << BITS) - 1u) << at;
-    return word & (mask | mask << 16);
+    const Field of = field_of(pair);
+    const u32 mask = ((1u << BITS) - 1u) << of.at;
+    return c.words[of.word] >> of.shift & (mask | mask << 16);
 }
 
 // Activations of a step, as a lane multiplies them.
@@ -191,29 +213,45 @@ struct Inputs {
     float sums[TILES][2];
 };
 
-__device__ __forceinline__ Inputs load_step_inputs(const LinearCall& call, u32 step, u32 lane, bool has) {
+// Where octet `octet` of a row of activations lies in shared memory: lanes that read octets of `octet_at` in two rows
+// meet different banks.
+__device__ __forceinline__ u32 input_at(u32 row, u32 octet) {
+    const u32 turned = BITS == 8 ? octet / 8 ^ 2 * (row % 2) : 4 * (row % 2);
+    return 256 * row + 16 * (octet ^ turned);
+}
+
+// A warp of a share copies its part of the activations of a step.
+__device__ __forceinline__ void copy_inputs(const LinearCall& call, u32 to, u32 step, u32 member, u32 lane) {
+    constexpr u32 PAIRS = (ALL_ROWS + 1) / 2;
+#pragma unroll
+    for (u32 i = 0; i < (PAIRS + TEAM - 1) / TEAM; i++) {
+        const u32 row = 2 * (TEAM * i + member) + lane / 16;
+        const u64 from = call.inputs + 64 * (static_cast<u64>(row) * CHUNKS) + 256 * step + 16 * (lane % 16);
+        copy16_if(row < ALL_ROWS, to + input_at(row, lane % 16), from);
+    }
+}
+
+__device__ __forceinline__ Inputs load_step_inputs(u32 from, u32 lane) {
     Inputs x = {};
 #pragma unroll
     for (u32 tile = 0; tile < TILES; tile++) {
         const u32 row = 8 * tile + lane / 4;
-        if (has && row < ALL_ROWS) {
-            const u64 of_row = call.inputs + 64 * (static_cast<u64>(row) * CHUNKS);
+        if (row < ALL_ROWS) {
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
                 u32* const to = x.pairs[tile] + 4 * i;
-                asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                             : "l"(of_row + 16 * octet_at(4 * step + lane % 4, i))
-                             : "memory");
+                const uint4 of = shared16(from + input_at(row, octet_at(lane % 4, i)));
+                to[0] = of.x, to[1] = of.y, to[2] = of.z, to[3] = of.w;
             }
         }
-        const u32 ones = 0x3C003C00u;
+        // The unit of the sums, as f16 numbers.
+        const u32 ones = 0x00010001u;
         float sums[4];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             mma(sums, ones, ones, ones, ones, x.pairs[tile][2 * j], x.pairs[tile][2 * j + 1], j == 0);
         }
-        x.sums[tile][0] = UNIT * sums[0], x.sums[tile][1] = UNIT * sums[1];
+        x.sums[tile][0] = sums[0], x.sums[tile][1] = sums[1];
     }
     return x;
 }
@@ -234,7 +272,7 @@ __device__ __forceinline__ void add_step(const Step& step, const Inputs& x, floa
     u32 begun = 0;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const int p = pair_of(j, 0), q = pair_of(j, 1);
+        const int p = 2 * j, q = 2 * j + 1;
         const u32 a0 = small_field(step.low, p), a1 = small_field(step.high, p);
         const u32 a2 = small_field(step.low, q), a3 = small_field(step.high, q);
         const bool is_first = (begun >> class_of(j) & 1) == 0;
@@ -248,10 +286,10 @@ __device__ __forceinline__ void add_step(const Step& step, const Inputs& x, floa
     for (u32 tile = 0; tile < TILES; tile++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+            // One row has one column.
+            if (ALL_ROWS == 1 && i % 2 == 1) continue;
             const float2 scale = i < 2 ? step.of_low : step.of_high;
-            float sum = parts[0][tile][i];
-#pragma unroll
-            for (int f = 1; f < CLASSES; f++) sum += parts[f][tile][i] * (1.0f / (1 << (BITS * f)));
+            const float sum = parts[0][tile][i] + OTHER_UNIT * parts[1][tile][i];
             sums[tile][i] += scale.x * (sum - scale.y * x.sums[tile][i % 2]);
         }
     }
@@ -268,145 +306,156 @@ __device__ __forceinline__ void store_partial(float* partial, const float (&sums
     }
 }
 
-// The block of the cluster that adds the sums of a strip and writes its outputs.
-__device__ __forceinline__ u32 owner_of(u32 strip) { return strip % CLUSTER; }
-
 __device__ __forceinline__ u32 rank_in_cluster() { return blockIdx.x % CLUSTER; }
 
 __device__ __forceinline__ void store_sum(const LinearCall& call, u32 row, u32 strip, u32 output, float sum) {
     if (16 * strip + output < OUTPUTS) store(call.outputs, row, 16 * strip + output, sum / UNIT);
 }
 
-// Writes a number to the same place in another block of the cluster.
-__device__ __forceinline__ void store_at(u32 block, float* to, float x) {
-    const u32 local = static_cast<u32>(__cvta_generic_to_shared(to));
-    asm volatile("{\n .reg .u32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 " st.shared::cluster.f32 [remote], %2;\n}"
-                 :
-                 : "r"(local), "r"(block), "f"(x)
+// Sends a number to the same place in another block of the cluster, which `barrier` of that block counts.
+__device__ __forceinline__ void send(u32 to, u32 block, float x, u32 barrier) {
+    asm volatile("{\n.reg .b32 there, counts;\nmapa.shared::cluster.u32 there, %0, %2;\n"
+                 "mapa.shared::cluster.u32 counts, %1, %2;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [counts];\n}" ::"r"(to),
+                 "r"(barrier), "r"(block), "r"(__float_as_uint(x))
                  : "memory");
 }
 
-// Adds the sums of the warps over a window of strips.
-__device__ __forceinline__ void gather(const LinearCall& call, const float* partial, float* block_sums, u32 first_strip,
-                                       u32 from, u32 to, u32 phase) {
-    for (u32 i = threadIdx.x; i < (to - from) * (16 * ALL_ROWS); i += 32 * WARPS) {
-        const u32 output = i % 16, row = i / 16 % ALL_ROWS, strip = i / (16 * ALL_ROWS);
-        const float* const at = partial + strip * (WARPS * PARTIAL) + row * PARTIAL_ROW + output;
-        float* const block_sum = block_sums + (from - first_strip) * (16 * ALL_ROWS) + i;
-        // The thread itself wrote the sum of the phases before.
-        float sum = PHASES == 1 || phase == 0 ? 0.0f : *block_sum;
+// The sum of the shares of this block.
+__device__ __forceinline__ float sum_of_shares(const float* partial, u32 strip, u32 row, u32 output) {
+    const float* const at = partial + strip * (SHARES * PARTIAL) + row * PARTIAL_ROW + output;
+    float sum = 0.0f;
 #pragma unroll
-        for (u32 w = 0; w < WARPS; w++) sum += at[w * PARTIAL];
-        if (phase + 1 < PHASES) {
-            *block_sum = sum;
-        } else if (CLUSTER == 1) {
-            store_sum(call, row, from + strip, output, sum);
-        } else if (owner_of(from + strip) == rank_in_cluster()) {
-            *block_sum = sum;
-        } else {
-            store_at(owner_of(from + strip), block_sum + MOST_STRIPS * (16 * ALL_ROWS), sum);
+    for (u32 w = 0; w < SHARES; w++) sum += at[w * PARTIAL];
+    return sum;
+}
+
+// Adds the sums of all shares over the strips of the cluster. A block sends those of the strips that it does not own.
+__device__ __forceinline__ void gather(const LinearCall& call, const float* partial, u32 base, u32 first_strip,
+                                       u32 strips) {
+    const u32 threads = 32 * WARPS;
+    if (CLUSTER == 1) {
+        for (u32 i = threadIdx.x; i < strips * STRIP_SUMS; i += threads) {
+            const u32 strip = i / STRIP_SUMS, row = i / 16 % ALL_ROWS;
+            store_sum(call, row, first_strip + strip, i % 16, sum_of_shares(partial, strip, row, i % 16));
         }
+        return;
+    }
+    // Strips 2i + rank of the cluster are those of a block.
+    const u32 rank = rank_in_cluster(), owned = (strips + 1 - rank) / 2, others = strips - owned;
+    for (u32 i = threadIdx.x; i < others * STRIP_SUMS; i += threads) {
+        const u32 strip = 2 * (i / STRIP_SUMS) + (rank ^ 1);
+        const float sum = sum_of_shares(partial, strip, i / 16 % ALL_ROWS, i % 16);
+        send(base + SUMS_AT + 4 * i, rank ^ 1, sum, base + CAME_AT);
+    }
+    if (threadIdx.x == 0) barrier_expect(base + CAME_AT, 4 * owned * STRIP_SUMS);
+    constexpr u32 ROUNDS = (MOST_OWNED * STRIP_SUMS + threads - 1) / threads;
+    float sums[ROUNDS];
+#pragma unroll
+    for (u32 n = 0; n < ROUNDS; n++) {
+        const u32 i = n * threads + threadIdx.x;
+        if (i >= owned * STRIP_SUMS) continue;
+        sums[n] = sum_of_shares(partial, 2 * (i / STRIP_SUMS) + rank, i / 16 % ALL_ROWS, i % 16);
+    }
+    barrier_wait(base + CAME_AT, 0);
+#pragma unroll
+    for (u32 n = 0; n < ROUNDS; n++) {
+        const u32 i = n * threads + threadIdx.x;
+        if (i >= owned * STRIP_SUMS) continue;
+        // In the order of the blocks.
+        const float other = __uint_as_float(shared4(base + SUMS_AT + 4 * i));
+        store_sum(call, i / 16 % ALL_ROWS, first_strip + 2 * (i / STRIP_SUMS) + rank, i % 16, sums[n] + other);
     }
 }
 
-// Adds the sums of both blocks over the strips that this one owns.
-__device__ __forceinline__ void gather_cluster(const LinearCall& call, const float* block_sums, u32 first_strip,
-                                               u32 last_strip) {
-    for (u32 i = threadIdx.x; i < (last_strip - first_strip) * (16 * ALL_ROWS); i += 32 * WARPS) {
-        const u32 strip = first_strip + i / (16 * ALL_ROWS);
-        if (owner_of(strip) != rank_in_cluster()) continue;
-        const float sum = block_sums[i] + block_sums[MOST_STRIPS * (16 * ALL_ROWS) + i];
-        store_sum(call, i / 16 % ALL_ROWS, strip, i % 16, sum);
-    }
+// The warps of a share wait for each other.
+__device__ __forceinline__ void share_sync(u32 share) {
+    if constexpr (TEAM == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(1 + share), "n"(32 * TEAM) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) linear_strips(const __grid_constant__ LinearCall call) {
     extern __shared__ __align__(128) unsigned char shared[];
-    float* const partial = reinterpret_cast<float*>(shared + RINGS_BYTES);
-    float* const block_sums = partial + BUFFERS * WINDOW * WARPS * PARTIAL;
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 cluster = blockIdx.x / CLUSTER, share = rank_in_cluster() * WARPS + warp;
-    const u32 first_step = share * STEPS / ALL_WARPS, steps = (share + 1) * STEPS / ALL_WARPS - first_step;
+    float* const partial = reinterpret_cast<float*>(shared);
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = warp / TEAM, member = warp % TEAM;
+    const u32 cluster = blockIdx.x / CLUSTER, first_step = rank_in_cluster() * SHARES + share;
     const u32 first_strip = static_cast<u64>(cluster) * STRIPS / GRID;
-    const u32 last_strip = static_cast<u64>(cluster + 1) * STRIPS / GRID;
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    const u32 ring = static_cast<u32>(__cvta_generic_to_shared(shared)) + warp * (SLOTS * SLOT_BYTES);
-    const Places places = places_of(ring, lane);
-    auto has_step = [&](u32 phase, u32 s) { return phase * TOGETHER + s < steps; };
+    const u32 strips = static_cast<u64>(cluster + 1) * STRIPS / GRID - first_strip;
+    const u32 first_own = member * strips / TEAM, own = (member + 1) * strips / TEAM - first_own;
+    const u32 base = shared_at(shared);
+    if (CLUSTER > 1) {
+        if (threadIdx.x == 0) {
+            barrier_init(base + CAME_AT, 1);
+            barriers_visible();
+        }
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+    const Places places = places_of(base + warp * (MOST_OWN * SLOT_BYTES), lane);
+    const u32 inputs = base + WEIGHT_BYTES + share * (INPUT_SLOTS * INPUT_BYTES);
 
-    // What is copied next.
-    u32 next_strip = first_strip, next_phase = 0;
-    auto next_source = [&]() -> Source {
-        const u32 step = first_step + next_phase * TOGETHER;
-        const u64 codes = call.codes + (static_cast<u64>(next_strip) * STEPS + step) * (256 * BITS) + 16 * lane;
-        const u64 group = static_cast<u64>(next_strip) * GROUPS + step / (GROUP_CHUNKS / 4);
-        const u64 scales = call.scales + (16 * group + lane % 16) * SCALE_BYTES;
-        return {kept(codes), kept(scales), next_phase < PHASES && next_strip < last_strip};
-    };
-    auto advance = [&]() {
-        if (++next_strip >= last_strip) next_strip = first_strip, next_phase++;
+    // Strips that only some warps have.
+    auto has_strip = [&](u32 k) { return k < LEAST_OWN || k < own; };
+    const u64 place = static_cast<u64>(first_strip + first_own) * STEPS + first_step;
+    Source next = {call.codes + place * (256 * BITS) + 16 * lane, call.scales + (16 * place + lane % 16) * SCALE_BYTES,
+                   first_step < STEPS};
+    auto advance = [&](u32 step) {
+        next.codes += ALL_SHARES * (256 * BITS), next.scales += ALL_SHARES * (16 * SCALE_BYTES);
+        next.exists = step < STEPS;
     };
     // Weights do not depend on the previous kernel, so copies begin before that has finished.
-#pragma unroll 1
-    for (u32 i = 0; i < AHEAD; i++) {
-        const Source from = next_source();
 #pragma unroll
-        for (u32 s = 0; s < TOGETHER; s++) {
-            const u32 at = (i * TOGETHER + s) * SLOT_BYTES;
-            copy_step(from, places, at, s, lane, has_step(next_phase, s));
-            asm volatile("cp.async.commit_group;" ::: "memory");
-        }
-        advance();
+    for (u32 k = 0; k < MOST_OWN; k++) {
+        copy_step(next, places, k, k * SLOT_BYTES, lane, has_strip(k));
+        asm volatile("cp.async.commit_group;" ::: "memory");
     }
+    advance(first_step + ALL_SHARES);
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    auto copy_inputs_of = [&](u32 slot, u32 step) {
+        if (step < STEPS) copy_inputs(call, inputs + slot * INPUT_BYTES, step, member, lane);
+    };
+#pragma unroll
+    for (u32 i = 0; i < INPUT_SLOTS; i++) {
+        copy_inputs_of(i, first_step + i * ALL_SHARES);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    float sums[MOST_OWN][TILES][4] = {};
+    u32 input_slot = 0;
+#pragma unroll 1
+    for (u32 step = first_step; step < STEPS; step += ALL_SHARES) {
+        // The activations of the first steps came last, those of a step with the first strip of the step before.
+        if (step == first_step) asm volatile("cp.async.wait_group 1;" ::: "memory");
+        else asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+        share_sync(share);
+        // All warps have read the activations of the step before.
+        if (step > first_step) copy_inputs_of(input_slot ^ 1, step + ALL_SHARES);
+        const Inputs x = load_step_inputs(inputs + input_slot * INPUT_BYTES, lane);
+        input_slot ^= 1;
+        asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+        __syncwarp();
+        Step held = copied_step(places, 0);
+#pragma unroll
+        for (u32 k = 0; k < MOST_OWN; k++) {
+            const Step now = held;
+            // The next strip is read before the products of this one, which do not wait for it.
+            if (k + 1 < MOST_OWN) asm volatile("cp.async.wait_group %0;" ::"n"(PENDING_NEXT) : "memory");
+            __syncwarp();
+            if (k + 1 < MOST_OWN) held = copied_step(places, (k + 1) * SLOT_BYTES);
+            // All lanes have read the slot of this one.
+            copy_step(next, places, k, k * SLOT_BYTES, lane, has_strip(k));
+            asm volatile("cp.async.commit_group;" ::: "memory");
+            if (has_strip(k)) add_step(now, x, sums[k]);
+        }
+        advance(step + 2 * ALL_SHARES);
+    }
+    __syncthreads();
+#pragma unroll
+    for (u32 k = 0; k < MOST_OWN; k++) {
+        if (k < own) store_partial(partial + ((first_own + k) * SHARES + share) * PARTIAL, sums[k], lane);
+    }
+    __syncthreads();
     // The other block has begun, so its shared memory can be written.
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    u32 slot = 0, window = 0;
-#pragma unroll 1
-    for (u32 phase = 0; phase < PHASES; phase++) {
-        Inputs x[TOGETHER];
-#pragma unroll
-        for (u32 s = 0; s < TOGETHER; s++) {
-            // Steps that a phase lacks are multiplied by 0.
-            x[s] = load_step_inputs(call, first_step + phase * TOGETHER + s, lane, has_step(phase, s));
-        }
-        u32 first_of_window = first_strip;
-#pragma unroll 1
-        for (u32 strip = first_strip; strip < last_strip; strip++) {
-            const Source from = next_source();
-            float sums[TILES][4] = {};
-#pragma unroll
-            for (u32 s = 0; s < TOGETHER; s++) {
-                const u32 at = slot + s * SLOT_BYTES;
-                const bool has = has_step(phase, s);
-                asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
-                __syncwarp();
-                Step step = copied_step(places, at);
-                // All lanes have read the slot.
-                __syncwarp();
-                copy_step(from, places, at, s, lane, has_step(next_phase, s));
-                asm volatile("cp.async.commit_group;" ::: "memory");
-                if (STEPS % (ALL_WARPS * TOGETHER) == 0 || has) add_step(step, x[s], sums);
-            }
-            advance();
-            slot = AHEAD == 1 || slot == (AHEAD - 1) * TOGETHER * SLOT_BYTES ? 0 : slot + TOGETHER * SLOT_BYTES;
-            float* const of_window = partial + window * (WINDOW * WARPS * PARTIAL);
-            store_partial(of_window + ((strip - first_of_window) * WARPS + warp) * PARTIAL, sums, lane);
-            if (strip + 1 - first_of_window == WINDOW || strip + 1 == last_strip) {
-                __syncthreads();
-                gather(call, of_window, block_sums, first_strip, first_of_window, strip + 1, phase);
-                first_of_window = strip + 1;
-                window = BUFFERS - 1 - window;
-                // With one buffer, the next phase waits until this one has been read.
-                if (BUFFERS == 1 && PHASES > 1) __syncthreads();
-            }
-        }
-    }
-    if (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-        gather_cluster(call, block_sums, first_strip, last_strip);
-    }
+    gather(call, partial, base, first_strip, strips);
 }

@@ -49,7 +49,7 @@ impl Linear {
         // As `octet_at` of cuda/codes.cuh has them.
         let octets = if linear.bits() == Bits::Eight { Octets::Neighbours } else { Octets::EveryFourth };
         let mut stored = Stored::new(linear, octets)?;
-        let in_strips = strips::has_kernel(&DeviceFacts::of(stream.context())?, linear.bits(), &stored, linear.shape());
+        let in_strips = strips::has_kernel(&DeviceFacts::of(stream.context())?, &stored, linear.shape());
         if in_strips {
             strips::reorder(&mut stored, linear.bits());
         }

@@ -6,24 +6,30 @@ use kvpack_device::cuda::{DeviceFacts, KernelLaunch, Kernels, Program};
 
 use crate::error::Result;
 use crate::shape::{Bits, LinearShape};
-use crate::stored::{STEP, Scales, Stored};
+use crate::stored::{CHUNK, STEP, Scales, Stored};
 
 /// Outputs of a strip.
 const OUTPUTS: usize = 16;
-/// Warps of a block.
-const WARPS: usize = 16;
+/// Most warps of a block.
+const MOST_WARPS: usize = 16;
 /// Shared memory that every launch fits into.
 const SHARED_BYTES: usize = 220 << 10;
-/// Shared memory of the rings of blocks in clusters.
-const RINGS_BYTES: usize = 70 << 10;
+/// Shared memory for the weights of all warps.
+const WEIGHT_BYTES: usize = 144 << 10;
+/// Most strips of a warp, whose sums are in registers.
+const MOST_OWN: usize = 8;
 /// Most strips of a cluster, which bounds the sums in its shared memory.
-const MOST_STRIPS: usize = 16;
+const MOST_STRIPS: usize = 32;
+/// Rows whose sums fit into the registers of 16 warps.
+const TILE_ROWS: usize = 8;
+/// Steps of strips of a block from which products take so long that their beginning and end hardly matter.
+const MANY_STEPS: usize = 512;
 
 /// Whether the layer is stored in strips: where `linear_strips` is the faster kernel, and has been measured.
-pub(super) fn has_kernel(facts: &DeviceFacts, bits: Bits, stored: &Stored, shape: LinearShape) -> bool {
+pub(super) fn has_kernel(facts: &DeviceFacts, stored: &Stored, shape: LinearShape) -> bool {
     let fits = facts.is_9_0_or_newer() && facts.shared_bytes >= SHARED_BYTES;
-    let whole = shape.outputs().is_multiple_of(OUTPUTS) && stored.chunks >= STEP * WARPS;
-    fits && whole && bits != Bits::Eight && stored.group_chunks == STEP
+    let whole = shape.outputs().is_multiple_of(OUTPUTS) && stored.chunks >= STEP * MOST_WARPS;
+    fits && whole && stored.group_chunks == STEP
 }
 
 /// Puts the chunks and scales of a layer, `[n][chunk][b]` and `[n][group]`, in the order `[strip][step][n][chunk][b]`
@@ -65,9 +71,13 @@ impl StripLaunch {
         self.outputs / OUTPUTS
     }
 
+    fn steps(&self) -> usize {
+        self.chunks / STEP
+    }
+
     /// Blocks of a cluster, which share the steps: two where all of their warps have one.
     fn cluster(&self) -> usize {
-        if self.chunks / STEP >= 2 * WARPS { 2 } else { 1 }
+        if self.steps() >= 2 * MOST_WARPS { 2 } else { 1 }
     }
 
     /// Clusters.
@@ -80,67 +90,41 @@ impl StripLaunch {
         self.strips().div_ceil(self.grid())
     }
 
-    /// Most steps of a warp.
-    fn steps(&self) -> usize {
-        (self.chunks / STEP).div_ceil(WARPS * self.cluster())
+    /// Warps of a block. Eight have registers for the sums of 16 rows, and with fewer rows two blocks fit into a
+    /// multiprocessor, so that the next product begins before this one ends. Where that takes long, 16 are faster.
+    fn warps(&self) -> usize {
+        let takes_long = self.steps().div_ceil(self.cluster()) * self.most_strips() >= MANY_STEPS;
+        if self.rows <= TILE_ROWS && takes_long { MOST_WARPS } else { MOST_WARPS / 2 }
     }
 
-    /// Steps whose activations fit into 64 registers.
-    fn together(&self) -> usize {
-        self.steps().min(if self.rows > 8 { 2 } else { 4 })
+    /// Warps that share activations, each with strips of its own: as few as their registers and memory allow.
+    fn team(&self) -> usize {
+        let fits = |&team: &usize| {
+            let own = self.most_strips().div_ceil(team);
+            own <= MOST_OWN && self.warps() * own * self.slot_bytes() <= WEIGHT_BYTES
+        };
+        (0..self.warps().ilog2()).map(|log| 1 << log).find(fits).unwrap_or(self.warps())
     }
 
-    /// Strips of a ring. The values are those that measured best.
-    fn ahead(&self) -> usize {
-        if self.cluster() == 2 {
-            let ring = WARPS * self.together() * self.slot_bytes();
-            return (RINGS_BYTES / ring).clamp(1, self.most_strips());
-        }
-        match (self.rows, self.together()) {
-            (..=4, ..=2) => 3,
-            (5..=8, 3..) => 1,
-            _ => 2,
-        }
-    }
-
-    /// Bytes of the partial sums of a strip: rows of 16 outputs lie 20 words apart.
-    fn partial_bytes(&self) -> usize {
-        WARPS * self.rows * 20 * size_of::<f32>()
-    }
-
-    /// Strips whose partial sums fit into 40 KB, or 36 KB beside the largest rings, and the number of such buffers.
-    fn window(&self) -> (usize, usize) {
-        let most = self.most_strips();
-        let bytes = if self.rows > 4 { 40 << 10 } else { 36 << 10 };
-        let window = (bytes / self.partial_bytes()).clamp(1, most);
-        (window, if most > window { 2 } else { 1 })
-    }
-
-    /// Bytes of a step of a strip in a ring.
+    /// Bytes of a step of a strip in shared memory.
     fn slot_bytes(&self) -> usize {
         256 * self.bits.count() as usize + OUTPUTS * self.scale_bytes
     }
 
+    /// Weights and activations, which partial sums replace. Then the sums of the other block of a cluster, and a barrier.
     fn shared_bytes(&self) -> usize {
-        let ring = self.ahead() * self.together() * self.slot_bytes();
-        let (window, buffers) = self.window();
-        // Those of the block, and those that the other block of the cluster adds.
-        let sums = self.cluster() * self.most_strips() * OUTPUTS * self.rows * size_of::<f32>();
-        WARPS * ring + buffers * window * self.partial_bytes() + sums
+        let (most, shares) = (self.most_strips(), self.warps() / self.team());
+        let weights = self.warps() * most.div_ceil(self.team()) * self.slot_bytes();
+        let inputs = shares * 2 * self.rows * STEP * CHUNK * size_of::<u16>();
+        // Rows of 16 outputs lie 20 words apart.
+        let partial = most * shares * self.rows * 20 * size_of::<f32>();
+        let others = most.div_ceil(2) * OUTPUTS * self.rows * size_of::<f32>() + size_of::<u64>();
+        (weights + inputs).max(partial) + others
     }
 
     /// The macros of `linear_strips`.
-    pub fn defines(&self) -> [(&'static str, usize); 7] {
-        let (window, buffers) = self.window();
-        [
-            ("WARPS", WARPS),
-            ("CLUSTER", self.cluster()),
-            ("GRID", self.grid()),
-            ("TOGETHER", self.together()),
-            ("AHEAD", self.ahead()),
-            ("WINDOW", window),
-            ("BUFFERS", buffers),
-        ]
+    pub fn defines(&self) -> [(&'static str, usize); 4] {
+        [("WARPS", self.warps()), ("CLUSTER", self.cluster()), ("GRID", self.grid()), ("TEAM", self.team())]
     }
 
     /// The launch of a program with these macros.
@@ -150,7 +134,7 @@ impl StripLaunch {
         set_shared_bytes(&function, name, self.shared_bytes())?;
         let config = LaunchConfig {
             grid_dim: ((self.grid() * self.cluster()) as u32, 1, 1),
-            block_dim: (32 * WARPS as u32, 1, 1),
+            block_dim: (32 * self.warps() as u32, 1, 1),
             shared_mem_bytes: self.shared_bytes() as u32,
         };
         Ok(KernelLaunch { name, function, config, cluster: self.cluster() as u32, overlaps: true })
@@ -184,9 +168,28 @@ mod tests {
         }
     }
 
+    /// Those that measured best on an H200.
+    #[test]
+    fn launches_of_models() {
+        let of = |rows, outputs, inputs, bits| {
+            let chunks = inputs / CHUNK;
+            let launch = StripLaunch { rows, outputs, chunks, bits, scale_bytes: 4, multiprocessors: 132 };
+            (launch.warps(), launch.team())
+        };
+        for rows in [1, 8, 16] {
+            for [outputs, inputs, team] in [[4096, 4096, 1], [8192, 8192, 1], [14336, 4096, 2], [5120, 13824, 1]] {
+                assert_eq!(of(rows, outputs, inputs, Bits::Four), (8, team));
+            }
+            assert_eq!(of(rows, 8192, 8192, Bits::Eight), (8, 1));
+        }
+        assert_eq!(of(8, 8192, 28672, Bits::Four), (16, 1));
+        assert_eq!(of(8, 8192, 28672, Bits::Eight), (16, 2));
+        assert_eq!(of(16, 8192, 28672, Bits::Eight), (8, 1));
+    }
+
     #[test]
     fn every_launch_fits_shared_memory() {
-        for bits in [Bits::Two, Bits::Three, Bits::Four] {
+        for bits in Bits::ALL {
             for rows in 1..=16 {
                 for chunks in [64, 68, 128, 132, 256, 896, 65536] {
                     for outputs in [16, 4096, 14336, 16 * 65536] {

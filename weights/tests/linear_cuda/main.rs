@@ -67,7 +67,7 @@ fn products_equal_those_of_f64() {
     for bits in Bits::ALL {
         check(&on, Case { bits, outputs: 40, inputs: 2176, rows: FEW_ROWS, ..PLAIN });
         check(&on, Case { bits, outputs: 17, inputs: 4096, rows: 7, y: ElementType::F16, ..PLAIN });
-        // In strips: any number of rows, steps that do not fill the warps, activations of every type, several phases.
+        // In strips: any number of rows, steps that do not fill the warps, activations of every type.
         let strips = Case { bits, outputs: 48, inputs: 2176, ..PLAIN };
         (1..=FEW_ROWS).for_each(|rows| check(&on, Case { rows, ..strips }));
         ElementType::ALL.into_iter().for_each(|x| check(&on, Case { x, rows: 3, inputs: 2048, ..strips }));
@@ -75,7 +75,13 @@ fn products_equal_those_of_f64() {
         [1, 4, 8, 16].into_iter().for_each(|rows| check(&on, Case { rows, inputs: 4224, ..strips }));
         check(&on, Case { scales: ScaleKind::Single, inputs: 8832, rows: 5, ..strips });
         check(&on, Case { outputs: 16 * 300, inputs: 4352, rows: 9, ..strips });
+        // Some warps have one strip more than others: with two blocks, and with one.
+        for (outputs, inputs) in [(16 * 950, 4096), (16 * 700, 2048)] {
+            [1, 7, 16].into_iter().for_each(|rows| check(&on, Case { outputs, inputs, rows, ..strips }));
+        }
     }
+    // More clusters than fit on the device at once.
+    check(&on, Case { outputs: 16 * 32 * 70, inputs: 4096, rows: 3, ..PLAIN });
 }
 
 #[test]
@@ -107,7 +113,8 @@ fn products_of_many_rows() {
         }
         check(&on, Case { bits, outputs: 2048, inputs: 256, rows: 1300, y: ElementType::Bf16, ..PLAIN });
     }
-    // Three blocks that share 256 rows. More tiles than blocks.
+    // Three blocks that share 256 rows, and those of twice as many, which do not all run at once. More tiles than blocks.
+    check(&on, Case { outputs: 5120, inputs: 13824, rows: 512, y: ElementType::F16, ..PLAIN });
     check(&on, Case { outputs: 5120, inputs: 4096, rows: 256, y: ElementType::F16, ..PLAIN });
     check(&on, Case { outputs: 2048, inputs: 256, rows: 2100, ..PLAIN });
 }
