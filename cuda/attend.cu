@@ -21,10 +21,10 @@
 // wait for. Every later launch carries one extra block that exits only after the previous launch has finished, so work
 // queued after the step waits for all of it.
 //
-// With STORES the launch also stores the tokens of the step, which decodes one for each query. It overlaps with the
-// kernels before it: pages that the step does not write were complete before it, since its tables were uploaded after
-// them, so the rings are filled with them at once. Then blocks wait, for the queries and the rows to store. The block
-// that has the page of a token stores it before it loads that page.
+// With STORES the launch also stores the tokens of the step, which decodes one for each query (common/storing.cuh). It
+// overlaps with the kernels before it: pages that the step does not write were complete before it, since its tables were
+// uploaded after them, so the rings are filled with them at once. Then blocks wait, for the queries and the rows to
+// store. The block that has the page of a token stores it before it loads that page.
 //
 // If one launch attends right after its layer was stored, it overlaps with the storing kernels. They admit it once all
 // work before them is done. A warp waits for them before it loads a page that they write (FRESH_PAGE), and so does
@@ -59,30 +59,7 @@
 #define STORES 0
 #endif
 #if STORES
-#include "common/append_row.cuh"
-
-// Such a launch. The section of the table has an entry for every query, in their order.
-struct StoringCall {
-    AttendCall attend;
-    WriteCall writes;
-};
-
-struct StoredRows {
-    float rows[2][HEAD_DIM];
-    u16 fields[2][HEAD_DIM];
-};
-
-// The last two warps store the key and the value of a token. It is not inlined: other warps need the registers.
-__device__ __noinline__ void store_token(const WriteCall& writes, uint4 entry, u32 kv_head, StoredRows& shared,
-                                         int which, int lane) {
-    const StagedRow staged = {shared.rows[which], shared.fields[which]};
-    if (which == 0) {
-        append_row<false>(writes, entry, kv_head, staged, lane);
-    } else {
-        append_row<true>(writes, entry, kv_head, staged, lane);
-    }
-    global_visible_to_copies();
-}
+#include "common/storing.cuh"
 #endif
 
 // A row of the merged sums, padded so that the heads of a warp's lanes lie in different banks. The channels are
@@ -111,6 +88,15 @@ __device__ __forceinline__ float block_reference(const JoinShared& shared, int h
     return top;
 }
 
+// The same by all lanes of a warp, for the head that a lane has in common with seven others, of which it is the g-th.
+// Each reads a few references: those of many teams would keep shared memory busy.
+__device__ __forceinline__ float block_reference_of_lanes(const JoinShared& shared, int head, int g) {
+    float top = shared.reference[g % TEAMS][head];
+#pragma unroll
+    for (int t = g + 8; t < TEAMS; t += 8) top = fmaxf(top, shared.reference[t][head]);
+    return max_of_tokens(top);
+}
+
 __device__ __forceinline__ float block_sum(const float (&of_teams)[TEAMS][BLOCK_HEADS], int head) {
     float sum = 0.0f;
 #pragma unroll
@@ -118,11 +104,18 @@ __device__ __forceinline__ float block_sum(const float (&of_teams)[TEAMS][BLOCK_
     return sum;
 }
 
+// The same by all lanes of a warp, for one head.
+__device__ __forceinline__ float block_sum_of_lanes(const float (&of_teams)[TEAMS][BLOCK_HEADS], int head) {
+    static_assert(TEAMS <= 32, "a lane reads what one team has");
+    const int lane = threadIdx.x & 31;
+    return warp_sum(lane < TEAMS ? of_teams[lane][head] : 0.0f);
+}
+
 __device__ __forceinline__ float block_lse(const JoinShared& shared, int head) {
     return block_reference(shared, head) + log2_approx(block_sum(shared.weight, head));
 }
 
-// Output e of the block from the sums of its warps.
+// Output e of the block from the sums of its warps. The lanes of a warp have neighbouring outputs of one head.
 __device__ __forceinline__ float block_output(const JoinShared& shared, const float* joined, int e) {
     const int head = e / HEAD_DIM;
     const int channel = e % HEAD_DIM;
@@ -133,11 +126,11 @@ __device__ __forceinline__ float block_output(const JoinShared& shared, const fl
         return sum;
     };
     float minimum = 0.0f;
-    if (VALUE_TOKEN_RANGES) minimum = block_sum(shared.minimum, head);
+    if (VALUE_TOKEN_RANGES) minimum = block_sum_of_lanes(shared.minimum, head);
     if (VALUE_CHANNEL_GROUPS) minimum = sum_of(HEAD_DIM + channel / (VALUE_GROUP_CHANNELS + !VALUE_GROUP_CHANNELS));
     // If tokens are grouped, the sums are of values, not of codes.
     const float unit = VALUE_TOKEN_GROUPS ? 1.0f : value_unit(channel / 16);
-    float out = (sum_of(channel) * unit + minimum) / block_sum(shared.weight, head);
+    float out = (sum_of(channel) * unit + minimum) / block_sum_of_lanes(shared.weight, head);
     if (VALUE_LEVEL_UNIT != 0) out *= __uint_as_float(VALUE_LEVEL_UNIT);
     if (!VALUE_SPAN_RANGES) return out;
     return shared.ranges[channel].x * out + shared.ranges[channel].y;
@@ -215,18 +208,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     }
     if (leads) ring.start();
     if (call.cluster > 1) cluster_start();
+#if STORES
+    const u64 newest = pages[tiles - 1];
+    const uint4 entry = entry_at(both.writes, item.row);
+    const u64 stored_page = both.writes.shards[entry.w] + (u64)entry.y * call.kv_heads * HEAD_BYTES;
+    const bool stores = newest == (stored_page | FRESH_PAGE);
+    const auto arrived = [&](u64 page) {
+        if ((page & FRESH_PAGE) == 0) return page;
+        if (stores) barrier_wait(shared_address(&stored_rows.stored), 0u);
+        return page ^ FRESH_PAGE;
+    };
+#else
+    const auto arrived = [&](u64 page) { return arrived_page(call, page); };
+#endif
     const auto issue_first = [&](int i) {
         const int step = step_of(i);
-        if (leads && step < steps) ring.issue(i, arrived_page(call, first_pages[i]) + head_at, step);
+        if (leads && step < steps) ring.issue(i, arrived(first_pages[i]) + head_at, step);
         ring.commit();
     };
     // All reads above are of tables that were written before the step was launched. The data below may come from the
     // previous kernel.
 #if STORES
     const auto is_fresh = [&](int i) { return (first_pages[i] & FRESH_PAGE) != 0; };
-    const u64 newest = pages[tiles - 1];
-    const uint4 entry = entry_at(both.writes, item.row);
-    const u64 stored_page = both.writes.shards[entry.w] + (u64)entry.y * call.kv_heads * HEAD_BYTES;
+    start_storing(stored_rows);
     // The first stage of every team is loaded before any other.
     if (!is_fresh(0)) issue_first(0);
     __syncthreads();
@@ -255,11 +259,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         const int channel = i * threads + threadIdx.x;
         if (channel < HEAD_DIM) ranges[i] = value_ranges[channel];
     }
-#if STORES
-    if (warp >= WARPS - 2 && newest == (stored_page | FRESH_PAGE)) {
-        store_token(both.writes, entry, kv_head, stored_rows, warp - (WARPS - 2), lane);
-    }
-#else
+#if !STORES
     // The first stage of every team is loaded before any other stage: work begins once it arrives.
     issue_first(0);
 #endif
@@ -269,13 +269,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         const int channel = i * threads + threadIdx.x;
         if (channel < HEAD_DIM) join.ranges[channel] = ranges[i];
     }
-    __syncthreads();
 #if STORES
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&stored_rows.prepared));
+    if (stores && warp >= WARPS - 2) {
+        store_token(both.writes, entry, kv_head, stored_rows, warp - (WARPS - 2), lane);
+    }
+    barrier_wait(shared_address(&stored_rows.prepared), 0u);
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
         if (is_fresh(i)) issue_first(i);
     }
 #else
+    __syncthreads();
 #pragma unroll
     for (int i = 1; i < STAGES; i++) issue_first(i);
 #endif
@@ -377,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                              constants);
             }
         }
-        if (ring.release(stage) && ahead < steps) ring.issue(stage, arrived_page(call, ahead_page) + head_at, ahead);
+        if (ring.release(stage) && ahead < steps) ring.issue(stage, arrived(ahead_page) + head_at, ahead);
         ring.commit();
         ahead = step_of(turn + 1 + STAGES);
         ahead_page = ahead < steps ? pages[ahead / STEPS_PER_TILE] : 0;
@@ -412,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     for (int h = 0; h < LANE_HEADS; h++) {
         const int head = lane_head + h;
         // Without this warp's tokens the factor is 0, and so are the sums.
-        const float factor = exp2_approx(sums.reference[h] - block_reference(join, head));
+        const float factor = exp2_approx(sums.reference[h] - block_reference_of_lanes(join, head, g));
         const float weight = sum_of_tokens(sums.weight[h]) * factor;
         const float minimum = VALUE_TOKEN_RANGES ? sum_of_tokens(sums.minimum[h]) * factor : 0.0f;
         if (g == 0) {

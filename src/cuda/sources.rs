@@ -48,6 +48,7 @@ files![
     "common/scores_grouped.cuh",
     "common/sketch.cuh",
     "common/step_call.cuh",
+    "common/storing.cuh",
     "common/three_bits.cuh",
     "common/tile.cuh",
     "common/tile_halves.cuh",

@@ -373,7 +373,7 @@ fn best_attend(
     variants: impl Iterator<Item = AttendVariant>,
     tiles: &[usize],
 ) -> Option<Cut> {
-    let mut best: Option<(Cut, (f64, bool))> = None;
+    let mut best: Option<(Cut, (f64, usize, bool))> = None;
     for variant in variants {
         let heads = shape.group() * variant.queries;
         let wave = Wave {
@@ -387,8 +387,9 @@ fn best_attend(
             state_bytes: 0,
         };
         let (most, time) = wave.tiles_per_item(tiles);
-        // Of variants with the same estimated time, the first one that keeps its warps busy.
-        let cost = (time, variant.wastes_turns(most));
+        // Of variants with the same estimated time, one whose blocks share no multiprocessor, and of these the first that
+        // keeps its warps busy.
+        let cost = (time, variant.blocks, variant.wastes_turns(most));
         if best.as_ref().is_none_or(|best| cost < best.1) {
             best = Some(((SegmentKernel::Attend(variant), wave, most), cost));
         }

@@ -32,9 +32,13 @@ pub(super) const RUN_BLOCK_TIME: f64 = 8.0;
 /// The same time for a work of `attend_run_pipelined`.
 pub(super) const WORK_TIME: f64 = 4.0;
 
-/// Merging within a cluster, through memory, and by a launch of its own.
+/// States that the last block of a query loads at once: `MERGED_AT_ONCE` in `cuda/merge_states.cu`.
+const MERGED_AT_ONCE: usize = 16;
+
+/// Merging within a cluster, through memory, for every further round of loads there, and by a launch of its own.
 const CLUSTER_TIME: f64 = 0.7;
 const ARRIVAL_TIME: f64 = 2.3;
+const ROUND_TIME: f64 = 1.1;
 const MERGE_LAUNCH_TIME: f64 = 5.0;
 
 /// Maximum number of pieces of a span.
@@ -112,7 +116,10 @@ impl Wave {
         let item = together.max(parts * bytes / ALONE_RATE).max(parts * tiles as f64 * 128.0 / self.token_rate);
         let cluster = self.cluster_of(items, pieces.clone().map(|(pieces, _)| pieces));
         let merge = match pieces.map(|(pieces, _)| pieces).max() {
-            Some(most) if most > cluster => ARRIVAL_TIME,
+            Some(most) if most > cluster => {
+                let rounds = most.div_ceil(cluster).div_ceil(MERGED_AT_ONCE);
+                ARRIVAL_TIME + (rounds - 1) as f64 * ROUND_TIME
+            }
             _ if cluster > 1 => CLUSTER_TIME,
             _ => 0.0,
         };
@@ -250,6 +257,9 @@ mod tests {
         let ((tiles, together), (_, alone)) = (shared(32).tiles_per_item(&[64; 8]), wave(32).tiles_per_item(&[64; 8]));
         assert_eq!(tiles, 64);
         assert!(together < alone, "{together} {alone}");
+        // One of 128k and a token: 25 states would be merged in two rounds of loads, 13 in one.
+        let of = |wave: Wave| Wave { tile_bytes: 17_408, ..wave }.tiles_per_item(&[1025]).1;
+        assert!(of(wave(8)) < of(shared(8)));
         // 64 rows of 256 tiles: cut in twos they fill the multiprocessors.
         assert!(wave(8).tiles_per_item(&[256; 8]).1 < shared(8).tiles_per_item(&[256; 8]).1);
     }

@@ -11,12 +11,15 @@ use crate::format::TILE_TOKENS;
 
 impl PlannedLaunch {
     /// Whether a launch that stores takes less time than two, by what was measured on an H200 (lab/cuda.md): where no
-    /// states are merged through memory, or the rings hold two fifths of the longest item.
+    /// states are merged through memory, or where the rings hold a part of the longest item: two fifths, and a seventh
+    /// where steps are halved.
     fn gains_by_storing(&self) -> bool {
         let SegmentKernel::Attend(variant) = &self.kernel else { return false };
         let longest = self.items.iter().map(|item| item.tokens as usize).max().unwrap_or(0);
         let bytes = longest.div_ceil(TILE_TOKENS) * variant.pages.head_bytes();
-        self.items.iter().all(|item| item.states <= 1) || 5 * variant.ring_bytes() >= 2 * bytes
+        let merges = self.items.iter().any(|item| item.states > 1);
+        let enough = if variant.in_half_steps().is_some() { bytes / 7 } else { 2 * bytes / 5 };
+        !merges || variant.ring_bytes() >= enough
     }
 
     /// The launch whose blocks also store the tokens of the step, if its kernel has such a variant.
@@ -56,7 +59,11 @@ mod tests {
             (1, 32_768, codes, true),
             (1, 32_768, halves, false),
             (8, 32_768, codes, true),
+            (1, 16_384, codes, true),
+            (1, 65_536, codes, true),
+            (1, 98_304, codes, true),
             (1, 131_072, codes, false),
+            (1, 131_072, halves, false),
         ] {
             for tokens in [tokens + 1usize, tokens + 60] {
                 let pages = &pages[..tokens.div_ceil(TILE_TOKENS)];
@@ -65,6 +72,11 @@ mod tests {
                 let store = StoreView { format, calibration: None, spans: (0..sequences).map(span).collect() };
                 let plan = AttendPlan::new(shape, &QueryRun::decode_batch(sequences), &[store]).unwrap();
                 let step = AttendStep::for_device(&H200, &plan).unwrap();
+                let kernel = step.segments()[0].kernel;
+                assert!(
+                    matches!(kernel, SegmentKernel::Attend(of) if of.blocks == 1),
+                    "{sequences} × {tokens} {format}"
+                );
                 assert_eq!(step.segments()[0].gains_by_storing(), gains, "{sequences} × {tokens} {format}");
             }
         }
