@@ -4,7 +4,7 @@
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
 // them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
-// items.
+// items; one with all that its queries see writes their outputs.
 //
 // A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left
 // operands of scores) and their sums stay in its registers for the whole item. All subgroups share the tokens, which
@@ -33,18 +33,19 @@
 
 // import attend/run_tiles.wgsl
 // import attend/states.wgsl#states
+// import attend/run_ends.wgsl
 // import run_arrivals = attend/run_arrivals.wgsl#by_turns
 // import run_outputs = attend/run_outputs.wgsl#plain
 
-// [step][token][channel], [channel][token], [row][token], [row][token].
-var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
-var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW>;
-var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW>;
-var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
-// Factors of the sums of a row before more is added; at the end, the row's sum of weights.
+// [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
+var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;
+var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW - 2u>;
+var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW - 1u>;
+var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW - 2u>;
+// Factors of the sums of a row: before more is added, and at the end.
 var<workgroup> factors: array<f32, ROWS>;
 // Whether rows of a subgroup moved their references in this step.
-var<workgroup> moved: array<vec4<u32>, 4>;
+var<workgroup> moved: array<vec4<u32>, SUBGROUPS / 4u>;
 
 // For the lane's row: the tokens of the item that it sees, the factor of its products, the reference, and the sum of
 // weights. Each of the first OWN_ROWS lanes computes the weights of one row; others compute the same, and write
@@ -154,7 +155,12 @@ fn weigh(step: u32, least: u32, team: u32, lane: u32) {
 }
 
 fn any_moved() -> bool {
-    return any((moved[0] | moved[1] | moved[2] | moved[3]) != vec4<u32>());
+    var all = vec4<u32>();
+    // unroll
+    for (var i = 0u; i < SUBGROUPS / 4u; i++) {
+        all |= moved[i];
+    }
+    return any(all != vec4<u32>());
 }
 
 // Multiplies the sums of the rows by their factors.
@@ -217,6 +223,7 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     let team = invocation / 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
 
+    keep_item(item, invocation);
     keep_tile_base(read_tile_base(item.page_offset, tiles, y, invocation), tiles, invocation);
     let first = first_prepared(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
@@ -230,7 +237,7 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     let least = item.tokens - min(item.later, item.tokens);
     reference = LOWEST;
     weight_sum = 0f;
-    if (invocation < 4u) {
+    if (invocation < SUBGROUPS / 4u) {
         moved[invocation] = vec4<u32>();
     }
     var sums: array<Sums, ROW_BLOCKS * STEPS>;
@@ -264,9 +271,9 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     }
     take_values(&sums, team, lane);
     if (lane < OWN_ROWS) {
-        factors[own_row] = weight_sum;
-        write_state_lse(item, y, own_row, (reference + log2(weight_sum) + constants.y) * LN_2);
+        let lse = (reference + log2(weight_sum) + constants.y) * LN_2;
+        factors[own_row] = end_row(kept_item(), y, own_row, weight_sum, lse);
     }
     workgroupBarrier();
-    write_states(&sums, item, y, team, lane);
+    write_outputs(&sums, kept_item(), y, team, lane);
 }

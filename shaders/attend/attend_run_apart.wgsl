@@ -14,11 +14,12 @@
 //
 // Memory and bounds are those of `attend_run`. The reference of a row moves when its subgroup votes for it.
 //
-// gives: BLOCK_SCORES, scores, totals
+// gives: BLOCK_SCORES, scores, factors
 // set by plans: TILE_BUFFERS
 
 // import attend/run_tiles.wgsl
 // import attend/states.wgsl#states
+// import attend/run_ends.wgsl
 // import run_outputs = attend/run_outputs.wgsl#apart
 
 // Vectors of four scores of a lane, and of a block.
@@ -35,13 +36,13 @@ var<workgroup> scores: array<vec4<f32>, SUBGROUPS * BLOCK_SCORES>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
 
 // For the lane's row of every block: the tokens of the item that it sees, the factor of its products, the reference,
-// the factor of its sums when the reference moves, the sum of the lane's weights, and at the end that of the row's.
+// the factor of its sums when the reference moves, the sum of the lane's weights, and the factor of its sums at the end.
 var<private> row_tokens: array<u32, ROW_BLOCKS>;
 var<private> unit: array<f32, ROW_BLOCKS>;
 var<private> reference: array<f32, ROW_BLOCKS>;
 var<private> factor: array<f32, ROW_BLOCKS>;
 var<private> weight_sum: array<f32, ROW_BLOCKS>;
-var<private> totals: array<f32, ROW_BLOCKS>;
+var<private> factors: array<f32, ROW_BLOCKS>;
 
 // Stores the loaded keys or values where products read them.
 fn store_keys(step: u32, invocation: u32) {
@@ -115,43 +116,58 @@ fn weigh(products: array<vec4<f32>, ROW_BLOCKS * LANE_SCORES>, step: u32, least:
     let first_token = step / TILE_STEPS * TILE_TOKENS + step % TILE_STEPS * 4u + lane / 16u * LANE_SCORES;
     // Only the last tiles have tokens that a row does not see.
     let masked = (step / TILE_STEPS + 1u) * TILE_TOKENS > least;
-    var moves = false;
+    var s: array<vec4<f32>, ROW_BLOCKS * LANE_SCORES>;
     // unroll
-    for (var block = 0u; block < ROW_BLOCKS; block++) {
-        var s: array<vec4<f32>, LANE_SCORES>;
+    for (var i = 0u; i < ROW_BLOCKS * LANE_SCORES; i++) {
+        s[i] = products[i];
+    }
+    if (masked) {
         // unroll
-        for (var i = 0u; i < LANE_SCORES; i++) {
-            s[i] = products[block * LANE_SCORES + i];
-        }
-        if (masked) {
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
             // unroll
             for (var i = 0u; i < LANE_SCORES; i++) {
                 let token = vec4<u32>(first_token + i) + vec4<u32>(0u, 32u, 64u, 96u);
-                s[i] = select(vec4<f32>(NO_PRODUCT), s[i], token < vec4<u32>(row_tokens[block]));
+                let sees = token < vec4<u32>(row_tokens[block]);
+                s[block * LANE_SCORES + i] = select(vec4<f32>(NO_PRODUCT), s[block * LANE_SCORES + i], sees);
             }
         }
-        let high = max(s[0], s[1]);
+    }
+    var top: array<f32, ROW_BLOCKS>;
+    var far = false;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        let high = max(s[block * LANE_SCORES], s[block * LANE_SCORES + 1u]);
         let own_top = max(max(high.x, high.y), max(high.z, high.w)) * unit[block];
-        let top = max(own_top, subgroupShuffleXor(own_top, 16u));
-        let far = top - reference[block] > MOST_WEIGHT;
-        let new_reference = select(reference[block], ceil(top - START_WEIGHT), far);
-        factor[block] = exp2(reference[block] - new_reference);
-        reference[block] = new_reference;
-        moves = moves || far;
+        top[block] = max(own_top, subgroupShuffleXor(own_top, 16u));
+        far = far || top[block] - reference[block] > MOST_WEIGHT;
+    }
+    let moves = subgroupAny(far);
+    if (moves) {
+        // unroll
+        for (var block = 0u; block < ROW_BLOCKS; block++) {
+            let is_far = top[block] - reference[block] > MOST_WEIGHT;
+            let new_reference = select(reference[block], ceil(top[block] - START_WEIGHT), is_far);
+            factor[block] = exp2(reference[block] - new_reference);
+            reference[block] = new_reference;
+            weight_sum[block] *= factor[block];
+        }
+    }
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
         // The sum of the rounded weights, so that the mean of the values is exact.
         var sum = 0f;
         let to = (team * OWN_ROWS + block * 16u + lane % 16u) * WEIGHT_ROW + lane / 16u * LANE_SCORES;
         // unroll
         for (var i = 0u; i < LANE_SCORES; i++) {
-            let p = Half4(exp2(s[i] * unit[block] - vec4<f32>(new_reference)));
+            let p = Half4(exp2(s[block * LANE_SCORES + i] * unit[block] - vec4<f32>(reference[block])));
             row_weights[to + i] = p;
             let rounded = vec4<f32>(p);
             sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
         }
-        weight_sum[block] = weight_sum[block] * factor[block] + sum;
+        weight_sum[block] += sum;
     }
     // Before the first step there are no sums.
-    return subgroupAny(moves && step > 0u);
+    return moves && step > 0u;
 }
 
 // Multiplies the sums of the rows by their factors.
@@ -200,6 +216,7 @@ fn attend_run_apart(@builtin(workgroup_id) group: vec3<u32>, numbering: Numberin
     let team = invocation / 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
 
+    keep_item(item, invocation);
     keep_tile_base(read_tile_base(item.page_offset, tiles, y, invocation), tiles, invocation);
     let first = first_prepared(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
@@ -249,13 +266,9 @@ fn attend_run_apart(@builtin(workgroup_id) group: vec3<u32>, numbering: Numberin
     }
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
-        totals[block] = weight_sum[block] + subgroupShuffleXor(weight_sum[block], 16u);
-        if (lane < 16u) {
-            let lse = (reference[block] + log2(totals[block]) + bias[block]) * LN_2;
-            write_state_lse(item, y, team * OWN_ROWS + block * 16u + lane, lse);
-        }
-        // A row that sees no token of the item has no weights, and a state that weighs nothing.
-        totals[block] = select(1f, totals[block], totals[block] > 0f);
+        let total = weight_sum[block] + subgroupShuffleXor(weight_sum[block], 16u);
+        let lse = (reference[block] + log2(total) + bias[block]) * LN_2;
+        factors[block] = end_row(kept_item(), y, team * OWN_ROWS + block * 16u + lane % 16u, total, lse);
     }
-    write_states(&sums, item, y, team, lane);
+    write_outputs(&sums, kept_item(), y, team, lane);
 }

@@ -15,5 +15,5 @@ fn write_row_lse(row: u32, lse: f32) {}
 @group(0) @binding(9) var<storage, read_write> lse_rows: array<f32>;
 
 fn write_row_lse(row: u32, lse: f32) {
-    lse_rows[row] = lse;
+    lse_rows[min(row, arrayLength(&lse_rows) - 1u)] = lse;
 }

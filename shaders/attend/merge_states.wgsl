@@ -3,7 +3,7 @@
 //   output = Σ_i exp(lse_i - M) o_i / Σ_i exp(lse_i - M),  M = max lse_i
 //
 // over the states, and a sink where the layer has them. A query that sees nothing has the output 0 and the
-// log-sum-exp −∞.
+// log-sum-exp −∞. The output of a query with a row of WRITTEN is there already.
 //
 // Workgroup (x, y): row of queries x, query heads y · MERGED_HEADS onwards. An invocation owns four channels of every
 // HEAD_LISTS-th state of one of them; the lists are joined in workgroup memory in a fixed order, so that two runs agree
@@ -35,6 +35,7 @@ const LISTS: u32 = INVOCATIONS / FIELDS;
 const MERGED_HEADS: u32 = 1u;
 const HEAD_LISTS: u32 = LISTS / MERGED_HEADS;
 const STATE_ROW: u32 = FIELDS + 1u;
+const WRITTEN: u32 = 0xffffffffu;
 
 var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
 // Sum of weights, and the largest log-sum-exp.
@@ -43,6 +44,9 @@ var<workgroup> list_weights: array<vec2<f32>, INVOCATIONS>;
 @compute @workgroup_size(128)
 fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
     let begin = state_rows[group.x].x;
+    if (begin == WRITTEN) {
+        return;
+    }
     let end = state_rows[group.x].y;
     let list = invocation / FIELDS;
     let field = invocation % FIELDS;

@@ -107,15 +107,15 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 
 // Keys in f16.
 //
-// needs: EIGHTS, Eight, KV_HEADS, TILE_TOKENS
+// needs: EIGHTS, Eight, Half4, KV_HEADS, TILE_TOKENS
 // gives: KEY_UNIT, KeyWord, run_key_pages, load_key, key_halves
 // binds: 3 keys
 
 const KEY_UNIT: f32 = 1f;
 
-alias KeyWord = Eight;
+alias KeyWord = vec4<u32>;
 
-@group(0) @binding(3) var<storage, read> keys: array<Eight>;
+@group(0) @binding(3) var<storage, read> keys: array<vec4<u32>>;
 
 fn run_key_pages() -> u32 {
     return arrayLength(&keys) / (EIGHTS * TILE_TOKENS * KV_HEADS);
@@ -126,7 +126,11 @@ fn load_key(tile_base: u32, token: u32, eight: u32) -> KeyWord {
 }
 
 fn key_halves(word: KeyWord, eight: u32) -> Eight {
-    return word;
+    let a = vec2<f16>(unpack2x16float(word.x));
+    let b = vec2<f16>(unpack2x16float(word.y));
+    let c = vec2<f16>(unpack2x16float(word.z));
+    let d = vec2<f16>(unpack2x16float(word.w));
+    return Eight(Half4(a, b), Half4(c, d));
 }
 
 // -------- levels --------

@@ -1,19 +1,18 @@
-// Slot `run_outputs`: the states of the rows of `attend_run`, from the sums in registers.
+// Slot `run_outputs`: the outputs of the rows of `attend_run`, from the sums in registers.
 //
 // Every choice has
-//   fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32)
-//     of the subgroup's rows, whose sums of weights are in `factors`; by all subgroups
+//   fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32)
+//     of the subgroup's rows, of which `factors` has what sums are multiplied with; by all subgroups
 
 // -------- apart --------
 
-// The same in `attend_run_apart`: 16 channels of a block of rows at a time. Lanes l and l + 16 have the sums of weights
-// of row l of every block.
+// The same in `attend_run_apart`: 16 channels of a block of rows at a time. Lanes l and l + 16 have the factor of row l
+// of every block.
 //
-// needs: BLOCK_SCORES, OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, head_exists, run_output, scores,
-//   state_row, states, totals
-// gives: write_states
+// needs: BLOCK_SCORES, OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, run_output, scores, write_field
+// gives: write_outputs
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
         // unroll
@@ -24,13 +23,11 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
             // unroll
             for (var i = 0u; i < 2u; i++) {
                 let own = i * 8u + lane / 4u;
-                let weights = subgroupShuffle(totals[block], own);
+                let factor = subgroupShuffle(factors[block], own);
+                let mean = scores[team * BLOCK_SCORES + own * SCORE_ROW + lane % 4u] * factor;
+                let field = step * 4u + lane % 4u;
                 let row = team * OWN_ROWS + block * 16u + own;
-                if (head_exists(item, y, row)) {
-                    let mean = scores[team * BLOCK_SCORES + own * SCORE_ROW + lane % 4u] / weights;
-                    let field = step * 4u + lane % 4u;
-                    states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
-                }
+                write_field(item, y, row, field, run_output(item.range_slot, y, field * 4u, mean));
             }
         }
     }
@@ -38,13 +35,12 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
 
 // -------- plain --------
 
-// States of the channels as they are stored: 16 channels of all rows at a time.
+// Outputs of the channels as they are stored: 16 channels of all rows at a time.
 //
-// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores, state_row,
-//   states
-// gives: write_states
+// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, run_output, scores, write_field
+// gives: write_outputs
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
     // unroll
     for (var step = 0u; step < STEPS; step++) {
         // unroll
@@ -56,13 +52,9 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
         // unroll
         for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
             let row = team * OWN_ROWS + i * 8u + lane / 4u;
-            if (head_exists(item, y, row)) {
-                // A row that sees no token of the item has no weights, and a state that weighs nothing.
-                let weights = select(1f, factors[row], factors[row] > 0f);
-                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
-                let field = step * 4u + lane % 4u;
-                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
-            }
+            let mean = scores[row * SCORE_ROW + lane % 4u] * factors[row];
+            let field = step * 4u + lane % 4u;
+            write_field(item, y, row, field, run_output(item.range_slot, y, field * 4u, mean));
         }
         workgroupBarrier();
     }
@@ -70,18 +62,16 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
 
 // -------- rotated --------
 
-// States of rotated values, rotated back: a lane takes all channels of a row into its registers.
+// Outputs of rotated values, rotated back: a lane takes all channels of a row into its registers.
 //
-// needs: OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores,
-//   state_row, states
-// gives: write_states
+// needs: OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, factors, run_output, scores, write_field
+// gives: write_outputs
 
 // import common/rotation.wgsl#rotate_vectors
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
     let own = team * OWN_ROWS + lane % OWN_ROWS;
-    // A row that sees no token of the item has no weights, and a state that weighs nothing.
-    let weights = select(1f, factors[own], factors[own] > 0f);
+    let factor = factors[own];
     var row: array<vec4<f32>, ROW_VECTORS>;
     // unroll
     for (var step = 0u; step < STEPS; step++) {
@@ -93,7 +83,7 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
         workgroupBarrier();
         // unroll
         for (var i = 0u; i < ROW_SCORES; i++) {
-            let mean = scores[own * SCORE_ROW + i] / weights;
+            let mean = scores[own * SCORE_ROW + i] * factor;
             let output = run_output(item.range_slot, y, (step * 4u + i) * 4u, mean);
             row[step * 4u + i] = vec4<f32>(scaled_input(output.x), scaled_input(output.y), scaled_input(output.z),
                 scaled_input(output.w));
@@ -101,13 +91,12 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
         workgroupBarrier();
     }
     rotate_vectors(&row);
-    if (lane < OWN_ROWS && head_exists(item, y, own)) {
-        let to = state_row(item, y, own);
+    if (lane < OWN_ROWS) {
         // unroll
         for (var i = 0u; i < ROW_VECTORS; i++) {
             let v = row[i];
-            states[to + i] = vec4<f32>(unflipped(v.x, i * 4u), unflipped(v.y, i * 4u + 1u),
-                unflipped(v.z, i * 4u + 2u), unflipped(v.w, i * 4u + 3u));
+            write_field(item, y, own, i, vec4<f32>(unflipped(v.x, i * 4u), unflipped(v.y, i * 4u + 1u),
+                unflipped(v.z, i * 4u + 2u), unflipped(v.w, i * 4u + 3u)));
         }
     }
 }
@@ -116,16 +105,16 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
 
 // The same in `attend_run_apart`.
 //
-// needs: BLOCK_SCORES, OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, head_exists, run_output,
-//   scores, state_row, states, totals
-// gives: write_states
+// needs: BLOCK_SCORES, OWN_ROWS, ROW_BLOCKS, ROW_SCORES, SCORE_ROW, STEPS, Sums, WorkItem, factors, run_output, scores,
+//   write_field
+// gives: write_outputs
 
 // import common/rotation.wgsl#rotate_vectors
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
     let own = team * OWN_ROWS + lane % OWN_ROWS;
     let own_block = lane % OWN_ROWS / 16u;
-    let weights = select(totals[0], totals[ROW_BLOCKS - 1u], own_block > 0u);
+    let factor = select(factors[0], factors[ROW_BLOCKS - 1u], own_block > 0u);
     var row: array<vec4<f32>, ROW_VECTORS>;
     // unroll
     for (var step = 0u; step < STEPS; step++) {
@@ -137,7 +126,7 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
             subgroupBarrier();
             // unroll
             for (var i = 0u; i < ROW_SCORES; i++) {
-                let mean = scores[team * BLOCK_SCORES + lane % 16u * SCORE_ROW + i] / weights;
+                let mean = scores[team * BLOCK_SCORES + lane % 16u * SCORE_ROW + i] * factor;
                 means[i] = select(means[i], mean, own_block == block);
             }
         }
@@ -149,13 +138,12 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
         }
     }
     rotate_vectors(&row);
-    if (lane < OWN_ROWS && head_exists(item, y, own)) {
-        let to = state_row(item, y, own);
+    if (lane < OWN_ROWS) {
         // unroll
         for (var i = 0u; i < ROW_VECTORS; i++) {
             let v = row[i];
-            states[to + i] = vec4<f32>(unflipped(v.x, i * 4u), unflipped(v.y, i * 4u + 1u),
-                unflipped(v.z, i * 4u + 2u), unflipped(v.w, i * 4u + 3u));
+            write_field(item, y, own, i, vec4<f32>(unflipped(v.x, i * 4u), unflipped(v.y, i * 4u + 1u),
+                unflipped(v.z, i * 4u + 2u), unflipped(v.w, i * 4u + 3u)));
         }
     }
 }

@@ -4,7 +4,7 @@
 //   TOKEN_VECTORS, TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS,
 //   ROW_SCORES, MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, first_prepared,
 //   load_rows, load_keys, load_values
-// binds: 2 run_queries, 8 run_constants
+// binds: 2 run_queries, 10 run_constants
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
 // import attend/numbering.wgsl#subgroup
@@ -24,7 +24,7 @@ struct Eight {
 
 // [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
 @group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
-@group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
+@group(0) @binding(10) var<storage, read> run_constants: array<vec2<f32>>;
 
 const SUBGROUPS: u32 = 8u;
 // Blocks of 16 rows in a subgroup, and its rows.

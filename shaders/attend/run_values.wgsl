@@ -141,13 +141,13 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> v
 
 // Values in f16.
 //
-// needs: Eight, HEAD_DIM, KV_HEADS, TOKEN_VECTORS
+// needs: Eight, HEAD_DIM, Half4, KV_HEADS, TOKEN_VECTORS
 // gives: ValueWord, run_value_pages, load_value, value_halves, run_output
 // binds: 5 values
 
-alias ValueWord = Eight;
+alias ValueWord = vec4<u32>;
 
-@group(0) @binding(5) var<storage, read> values: array<Eight>;
+@group(0) @binding(5) var<storage, read> values: array<vec4<u32>>;
 
 fn run_value_pages() -> u32 {
     return arrayLength(&values) / (TOKEN_VECTORS * HEAD_DIM * KV_HEADS);
@@ -158,7 +158,11 @@ fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
 }
 
 fn value_halves(word: ValueWord, vector: u32) -> Eight {
-    return word;
+    let a = vec2<f16>(unpack2x16float(word.x));
+    let b = vec2<f16>(unpack2x16float(word.y));
+    let c = vec2<f16>(unpack2x16float(word.z));
+    let d = vec2<f16>(unpack2x16float(word.w));
+    return Eight(Half4(a, b), Half4(c, d));
 }
 
 fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {

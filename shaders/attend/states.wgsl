@@ -36,20 +36,13 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 // together.
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
-// gives: NO_LSE, Joined, join_states
+// gives: join_states
 // set by plans: AT_ONCE
 
-// Below every log-sum-exp.
-const NO_LSE: f32 = -1e30f;
+// import attend/states.wgsl#joined
 
 // Number of states whose loads are in flight together.
 const AT_ONCE: u32 = 8u;
-
-struct Joined {
-    sum: vec4<f32>,
-    weight_sum: f32,
-    largest: f32,
-}
 
 // Merges four channels of the existing states first, first + stride, ... below `wanted_end` of a query head.
 fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
@@ -80,4 +73,19 @@ fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field:
         }
     }
     return joined;
+}
+
+// -------- joined --------
+
+// States that were joined: sums relative to the largest log-sum-exp.
+//
+// gives: NO_LSE, Joined
+
+// Below every log-sum-exp.
+const NO_LSE: f32 = -1e30f;
+
+struct Joined {
+    sum: vec4<f32>,
+    weight_sum: f32,
+    largest: f32,
 }

@@ -95,12 +95,24 @@ pub(crate) struct BlockQueries {
     /// Fewest queries of a run with spread blocks, in which a workgroup takes up to `most` queries of an item.
     /// [`usize::MAX`] where kernels take whole items.
     pub least_spread: usize,
+    /// What becomes of the state of a query that has no other.
+    pub only_states: OnlyStates,
+}
+
+/// What items of several queries do with the state of a query that has no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnlyStates {
+    /// They write it as any other.
+    Kept,
+    /// They write the query's output, and no state.
+    Outputs,
 }
 
 impl BlockQueries {
     /// Blocks of up to `most` queries.
     pub(crate) const fn up_to(most: usize) -> Self {
-        Self { most, least: 1, least_limited: usize::MAX, least_spread: usize::MAX }
+        let (least_limited, least_spread) = (usize::MAX, usize::MAX);
+        Self { most, least: 1, least_limited, least_spread, only_states: OnlyStates::Kept }
     }
 
     /// Whether a run has spread blocks: where all its queries go on evenly.

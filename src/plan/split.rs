@@ -12,7 +12,8 @@ pub struct Split {
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
-    /// Maximum number of tiles in an item, rounded up to `tile_step`. The GPU kernels take 64.
+    /// Maximum number of tiles in an item, rounded up to `tile_step`. The GPU kernels take 64. Items for many queries of
+    /// a long prompt may have four times as many.
     pub max_tiles: usize,
 }
 
@@ -40,6 +41,10 @@ const ITEM_HEADS: usize = 4;
 /// The number of items to aim for with wide query blocks. Their workgroups occupy a multiprocessor alone, run longer,
 /// and leave a state for every query.
 const WIDE_ITEMS: usize = 16;
+/// How much longer items of such blocks may be than others, and how many of that length there are for one to aim for:
+/// a query that has one state needs no merge, but the longest items must not be what a device waits for in the end.
+const WIDE_LENGTH: usize = 4;
+const LONGEST_ITEMS: usize = 8;
 
 impl Split {
     /// The split for wide query blocks.
@@ -51,7 +56,9 @@ impl Split {
     /// each counted once.
     pub(super) fn cut_evenly(&self, tiles: usize) -> Cut {
         let (target, step) = (self.target_items.max(1), self.tile_step.clamp(1, tiles.max(1)));
-        let most = tiles.div_ceil(target).clamp(1, self.max_tiles.max(1)).next_multiple_of(step);
+        let most_tiles = self.max_tiles.max(1);
+        let longest = (tiles / target.saturating_mul(LONGEST_ITEMS)).min(most_tiles.saturating_mul(WIDE_LENGTH));
+        let most = tiles.div_ceil(target).clamp(1, most_tiles).max(longest).next_multiple_of(step);
         Cut { step, most, small_part: 0.0 }
     }
 

@@ -1,5 +1,7 @@
 //! Rows of attention states: the row that an item writes, and the rows that the merge combines for a query.
 
+use std::ops::Range;
+
 use super::attend::AttendPlan;
 use super::blocks::Block;
 use crate::{Error, Result};
@@ -12,6 +14,11 @@ pub struct StateRows {
     pub first: u32,
     /// One past the last.
     pub end: u32,
+}
+
+impl StateRows {
+    /// Those of a query whose only item writes its output: no row is written or read.
+    pub const WRITTEN: Self = Self { first: u32::MAX, end: u32::MAX };
 }
 
 /// The rows that an item writes its states to.
@@ -56,7 +63,7 @@ impl StateCounts {
     /// # Errors
     /// [`Error::Limit`] when there are more rows than a 32-bit word can count.
     pub(crate) fn assign(self) -> Result<StateAssignment> {
-        self.assign_rows(1)
+        self.assign_rows(|_| true)
     }
 
     /// The same for kernels that write a query's only state as its output: blocks of such queries share their rows with
@@ -66,19 +73,40 @@ impl StateCounts {
     /// As [`StateCounts::assign`].
     #[cfg(feature = "cuda")]
     pub(crate) fn assign_merged(self) -> Result<StateAssignment> {
-        self.assign_rows(2)
+        self.assign_rows(|counts| counts.most() > 1)
     }
 
-    /// Assigns rows of their own to the queries of blocks in which one has at least `least` states.
-    fn assign_rows(self, least: u32) -> Result<StateAssignment> {
+    /// The same for kernels that do so for items of several queries alone. These queries have the rows
+    /// [`StateRows::WRITTEN`].
+    ///
+    /// # Errors
+    /// As [`StateCounts::assign`].
+    pub(crate) fn assign_unwritten(self) -> Result<StateAssignment> {
+        let is_written = |counts: &BlockCounts<'_>| counts.alone.len() > 1 && counts.shared == 1 && counts.most() == 1;
+        let blocks = self.block_counts().filter(|(_, counts)| is_written(counts));
+        let written: Vec<Range<usize>> = blocks.map(|(rows, _)| rows).collect();
+        let mut of = self.assign_rows(|counts| !is_written(counts))?;
+        written.into_iter().for_each(|rows| of.rows[rows].fill(StateRows::WRITTEN));
+        Ok(of)
+    }
+
+    /// The rows of queries of every block, and their states.
+    fn block_counts(&self) -> impl Iterator<Item = (Range<usize>, BlockCounts<'_>)> {
+        self.blocks.iter().zip(&self.shared).map(|(&(first_row, queries), &shared)| {
+            let of_block = first_row..first_row + queries;
+            (of_block.clone(), BlockCounts { shared, alone: &self.alone[of_block] })
+        })
+    }
+
+    /// Assigns rows of their own to the queries of blocks that have some.
+    fn assign_rows(self, have_rows: impl Fn(&BlockCounts<'_>) -> bool) -> Result<StateAssignment> {
         let mut rows = vec![StateRows::default(); self.alone.len()];
         let (mut strides, mut next_shared) = (Vec::new(), Vec::new());
         let mut states = 0u64;
-        for (&(first_row, queries), &shared) in self.blocks.iter().zip(&self.shared) {
-            let of_block = first_row..first_row + queries;
-            let stride = shared + self.alone[of_block.clone()].iter().copied().max().unwrap_or(0);
-            let own = if stride < least { 0 } else { u64::from(stride) };
-            let needed = states + own * queries as u64;
+        for (of_block, counts) in self.block_counts() {
+            let stride = counts.most();
+            let own = if stride == 0 || !have_rows(&counts) { 0 } else { u64::from(stride) };
+            let needed = states + own * of_block.len() as u64;
             if needed > u64::from(u32::MAX) {
                 let hint = "attend with fewer queries per call";
                 return Err(Error::Limit { what: "attention states".into(), needed, allowed: u32::MAX.into(), hint });
@@ -87,12 +115,27 @@ impl StateCounts {
             strides.push(stride);
             for row in of_block {
                 let first = states as u32;
-                rows[row] = StateRows { first, end: first + shared + self.alone[row] };
+                rows[row] = StateRows { first, end: first + counts.shared + self.alone[row] };
                 states += own;
             }
         }
         let queries = self.blocks.iter().map(|&(_, queries)| queries).collect();
         Ok(StateAssignment { rows, states: states as usize, queries, strides, next_shared, alone: self.alone })
+    }
+}
+
+/// The states of the queries of one block.
+struct BlockCounts<'a> {
+    /// Those that all have.
+    shared: u32,
+    /// Those that each has alone.
+    alone: &'a [u32],
+}
+
+impl BlockCounts<'_> {
+    /// States of the query that has the most.
+    fn most(&self) -> u32 {
+        self.shared + self.alone.iter().copied().max().unwrap_or(0)
     }
 }
 

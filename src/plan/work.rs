@@ -2,7 +2,7 @@
 
 use super::Page;
 use super::attend::AttendPlan;
-use super::blocks::{Block, BlockQueries, blocks};
+use super::blocks::{Block, BlockQueries, OnlyStates, blocks};
 use super::cut::cut_segment;
 use super::scoring::Scoring;
 use super::split::Split;
@@ -31,7 +31,8 @@ pub struct WorkItem {
     pub row: u32,
     /// First state row of the first query, where the item has no other.
     pub first_state: u32,
-    /// State rows of the first query, those of all its items, where the item has no other.
+    /// State rows of the first query, those of all its items, where the item has no other. None where the item writes
+    /// the outputs of its queries: see [`StateRows::WRITTEN`].
     pub states: u32,
     /// Queries of the item.
     pub queries: u32,
@@ -203,7 +204,12 @@ impl Work {
         for (item, &block) in segments.iter().flat_map(|(segment, of)| segment.items.iter().zip(of)) {
             counts.count(block, item.row as usize, item.queries as usize);
         }
-        let mut states = counts.assign()?;
+        // Smaller blocks may be left to the kernel of single queries.
+        let is_wide = block_queries >= queries.least_limited;
+        let mut states = match queries.only_states {
+            OnlyStates::Outputs if is_wide => counts.assign_unwritten()?,
+            _ => counts.assign()?,
+        };
         for (segment, of) in &mut segments {
             for (item, &block) in segment.items.iter_mut().zip(of.iter()) {
                 let place = states.take(block, item.row as usize, item.queries as usize);
@@ -322,7 +328,7 @@ mod tests {
             (tile_step, max_tiles) in (1usize..6, 1usize..40),
             (queries, block_queries) in (prop::collection::vec(prop_oneof![1usize..40, 1usize..400], 3), 1usize..9),
             window in prop::option::of(1usize..700),
-            kind in 0..3,
+            kind in 0..4,
         ) {
             let shape = AttentionShape::new(6, 2, 64).unwrap();
             let mut next = 0;
@@ -364,12 +370,13 @@ mod tests {
             let of = match kind {
                 0 => up_to,
                 1 => BlockQueries { least: 2, least_limited: 3, ..up_to },
+                3 => BlockQueries { least: 2, least_limited: 3, only_states: OnlyStates::Outputs, ..up_to },
                 _ => BlockQueries { least_spread: 3, ..up_to },
             };
             let work = Work::in_blocks(&plan, split, of).unwrap();
 
             let mut states = vec![0; work.states()];
-            let mut seen = vec![0; plan.rows()];
+            let (mut seen, mut written) = (vec![0; plan.rows()], vec![0; plan.rows()]);
             for (segment, planned) in work.segments().iter().zip(plan.segments()) {
                 let mut scores = std::collections::HashSet::new();
                 for dispatch in segment.dispatches() {
@@ -377,11 +384,12 @@ mod tests {
                     prop_assert!(items.iter().map(|item| item.tokens).is_sorted_by(|a, b| a >= b), "the largest run first");
                     for item in items {
                         let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
-                        prop_assert!(tiles >= 1 && tiles <= max_tiles.next_multiple_of(tile_step));
+                        let most_tiles = if kind % 2 == 1 { 4 * max_tiles } else { max_tiles };
+                        prop_assert!(tiles >= 1 && tiles <= most_tiles.next_multiple_of(tile_step));
                         prop_assert!(dispatch.most_queries <= block_queries);
                         let queries = dispatch.workgroups.unwrap_or(1) * dispatch.most_queries;
                         prop_assert!((1..=queries).contains(&(item.queries as usize)));
-                        prop_assert!(dispatch.most_queries == 1 || item.later == 0 || kind == 1);
+                        prop_assert!(dispatch.most_queries == 1 || item.later == 0 || kind % 2 == 1);
                         prop_assert!(dispatch.mask != ItemMask::Bits || item.queries == 1);
                         let at = item.page_offset as usize;
                         let span = planned.spans().iter().find(|span| {
@@ -404,8 +412,13 @@ mod tests {
                                 seen[row] += usize::from(is_seen);
                             }
                             let state = item.state + query * item.stride;
-                            prop_assert!((work.rows()[row].first..work.rows()[row].end).contains(&state));
-                            states[state as usize] += 1;
+                            if work.rows()[row] == StateRows::WRITTEN {
+                                prop_assert!(kind == 3 && item.queries > 1 && item.states == 0 && dispatch.most_queries > 2);
+                                written[row] += 1;
+                            } else {
+                                prop_assert!((work.rows()[row].first..work.rows()[row].end).contains(&state));
+                                states[state as usize] += 1;
+                            }
                             let rows = work.rows()[item.row as usize];
                             prop_assert_eq!((item.first_state, item.states), (rows.first, rows.end - rows.first));
                             prop_assert_eq!(segment.queries()[(item.query + query) as usize].row as usize, row);
@@ -425,7 +438,9 @@ mod tests {
                     let sees = (0..length).filter(|&position| run.sees(query, position)).count();
                     prop_assert_eq!(seen[row], sees);
                     let states_of = work.rows()[row];
-                    prop_assert!(states_of.end > states_of.first || sees == 0);
+                    let is_written = states_of == StateRows::WRITTEN;
+                    prop_assert_eq!(written[row], u32::from(is_written));
+                    prop_assert!(is_written || states_of.end > states_of.first || sees == 0);
                 }
             }
             for rows in work.rows() {

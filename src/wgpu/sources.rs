@@ -59,6 +59,7 @@ files![
     "attend/query_row.wgsl",
     "attend/rotated_rows.wgsl",
     "attend/run_arrivals.wgsl",
+    "attend/run_ends.wgsl",
     "attend/run_keys.wgsl",
     "attend/run_outputs.wgsl",
     "attend/run_tiles.wgsl",

@@ -119,7 +119,7 @@ fn decode_variants(capabilities: impl Fn(usize) -> Capabilities) -> Vec<Variant>
 /// f16 with many heads, on a device with cooperative matrices.
 fn matrix_variants() -> Vec<Variant> {
     let all = capabilities(15);
-    let limits = KernelLimits { workgroup_memory: 48 << 10, ..all.limits };
+    let limits = KernelLimits { workgroup_memory: 48 << 10, storage_buffers: 12, ..all.limits };
     let capabilities = Capabilities { matrices: true, limits, ..all };
     let pages = vec![Page { shard: 0, index: 0 }; 9];
     let variants = ElementType::ALL.map(|input| {
@@ -271,7 +271,7 @@ fn every_variant_is_valid_translates_and_binds_few_buffers() {
             .or_insert_with(|| translated(source).unwrap_or_else(|reason| panic!("{}: {reason}", variant.label())));
         assert!(found.iter().any(|name| name == variant.entry_point()), "{}", variant.label());
         let most = match variant.entry_point() {
-            "side_by_side" => 12,
+            "side_by_side" | "attend_run" | "attend_run_apart" => 12,
             _ if is_for_vulkan(source) => 10,
             _ => 8,
         };

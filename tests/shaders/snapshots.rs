@@ -19,7 +19,7 @@ fn capabilities(everything: bool) -> Capabilities {
     let limits = KernelLimits {
         binding_bytes: 128 << 20,
         binding_alignment: 256,
-        storage_buffers: if everything { 10 } else { 8 },
+        storage_buffers: if everything { 12 } else { 8 },
         workgroup_memory: if everything { 48 << 10 } else { 16 << 10 },
         invocations: 256,
         workgroups: 65535,

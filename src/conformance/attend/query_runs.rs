@@ -4,7 +4,7 @@ use super::build::{affine, both, offsets, shape, slug};
 use super::case::{AttendCase, Paging, Queries, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat, TensorFormat};
-use crate::plan::{ElementType, QueryRun, Visible};
+use crate::plan::{ElementType, QueryRun, Scoring, Visible};
 
 /// Runs of 1, 2, 7, 128 and 300 queries in one batch, over spans that end within a tile.
 pub(super) fn query_runs() -> Vec<AttendCase> {
@@ -104,7 +104,22 @@ fn wide_runs() -> Vec<AttendCase> {
         halves.queries = Queries::Runs(vec![QueryRun::causal(0, 30), all(1, 11)]);
         cases.push(halves);
     }
+    cases.extend(wide_sinks());
     cases
+}
+
+/// Sinks of a layer where queries have one state each, and where they have several.
+fn wide_sinks() -> impl Iterator<Item = AttendCase> {
+    let formats = [("4bit", 128, SegmentFormat::per_channel(Bits::Four)), ("f16", 64, SegmentFormat::F16)];
+    formats.into_iter().map(|(name, head_dim, format)| {
+        let mut case = AttendCase::new(&format!("runs-wide-sinks-{name}"), shape(4, head_dim), format);
+        let logits = [f32::NEG_INFINITY, -2.0, 0.5, 6.0].repeat(2);
+        case = case.lengths(&[500, 300, 1700]);
+        case.scoring =
+            Scoring::of(&case.shape).with_sinks(&logits).expect("the registry has a logit for every query head");
+        case.queries = Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 70), QueryRun::causal(2, 90)]);
+        case
+    })
 }
 
 /// Drafts of 2 to 16 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has

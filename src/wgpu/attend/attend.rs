@@ -30,11 +30,8 @@ enum KeyGroups {
 }
 
 impl Specialisation<'_> {
-    /// The fused kernel.
+    /// The fused kernel of items that are not those of [`Specialisation::attend_run`].
     pub fn attend(&self, fused: Fused) -> AttendRecipe {
-        if let Some(run) = self.attend_run() {
-            return run;
-        }
         if let (true, Some(input)) = (self.uses_matrices(), fused.queries) {
             return self.attend_matrix(input);
         }

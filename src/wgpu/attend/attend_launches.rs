@@ -2,66 +2,20 @@
 
 use super::attend::Fused;
 use super::attend_buffers::{Buffers, Grid, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot, Strided};
-use super::merge_states::{LseOutput, MergedStates, merge_states, state_row_bytes};
+use super::merge_states::{MergedStates, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
+use super::recipe::{LseOutput, Sinks, WrittenOutputs};
 use super::scratch::{Layout, ScratchSection};
-use super::specialisation::{ItemScoring, Specialisation};
+use super::specialisation::{ItemScoring, MAX_RUN_TILES, MAX_TILES, Specialisation};
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
-use crate::plan::{
-    AttendPlan, BlockQueries, Dispatch, ElementType, ItemMask, PlannedRun, QueryLayout, Scoring, StorePart, StoreWork,
-    Work,
-};
+use crate::plan::{Dispatch, ElementType, ItemMask, QueryLayout, Scoring, StateRows, StoreWork, Work};
 use crate::wgpu::device::store::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
+use crate::{Error, Result};
 
 /// Storage buffers of `attend` when it merges states itself.
 const MERGING_STORAGE_BUFFERS: u32 = 10;
-
-/// Number of neighbouring queries that every segment's kernel can take together, if a run has several: as many as
-/// `attend_run` takes, if every segment supports it and a run is long enough, otherwise as many as `attend` takes.
-pub(super) fn block_queries(capabilities: &Capabilities, plan: &AttendPlan, options: AttendOptions) -> BlockQueries {
-    let longest = plan.runs().iter().map(|planned| planned.run.queries).max().unwrap_or(1);
-    if longest == 1 {
-        return BlockQueries::up_to(1);
-    }
-    let specials: Vec<Specialisation<'_>> = plan
-        .segments()
-        .iter()
-        .map(|segment| Specialisation {
-            shape: plan.shape(),
-            format: segment.format(),
-            query: options.query.bytes(segment.format()),
-            capabilities,
-            may_use_matrices: false,
-            scoring: ItemScoring::new(plan.scoring(), plan.shape(), ItemMask::None),
-            queries: 1,
-        })
-        .collect();
-    // The kernel of many queries has no limits of its own rows: it takes what all of them see.
-    let by_prefix = plan.runs().iter().all(PlannedRun::sees_prefixes);
-    let of_run = |(segment, special): (&StorePart, &Specialisation<'_>)| match segment.calibration() {
-        None if by_prefix => special.run_block_queries(),
-        _ => None,
-    };
-    let wide: Option<Vec<[usize; 2]>> = plan.segments().iter().zip(&specials).map(of_run).collect();
-    let wide = wide.and_then(|of| of.into_iter().reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])]));
-    match wide {
-        Some([most, least]) if longest >= least => {
-            // Smaller blocks may be left to `attend`.
-            let of_attend = specials.iter().map(Specialisation::most_queries).max().unwrap_or(1);
-            BlockQueries { least, least_limited: of_attend + 1, ..BlockQueries::up_to(most) }
-        }
-        _ => {
-            let most = specials.iter().map(Specialisation::most_queries).min().unwrap_or(1);
-            BlockQueries { least_spread: LEAST_SPREAD, ..BlockQueries::up_to(most.min(longest)) }
-        }
-    }
-}
-
-/// Fewest queries of a run that workgroups take one by one, or a few at a time, from one item for many queries. Shorter
-/// ones have few items anyway, and share a launch with the queries of other sequences.
-pub(in crate::wgpu) const LEAST_SPREAD: usize = 32;
 
 /// What the launches of a step depend on, but for their grids: equal ones have the same launches.
 #[derive(Clone, Debug, PartialEq)]
@@ -122,11 +76,21 @@ impl Decisions {
     }
 }
 
+/// What merges states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Merging {
+    /// `attend` and `weighted_values` do.
+    Fused,
+    /// `merge_states` does.
+    Launch,
+    /// There are none: `attend_run` writes all outputs.
+    None,
+}
+
 /// The place of states, and what merges them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct StateMerging {
-    /// `attend` and `weighted_values` do.
-    fused: bool,
+    by: Merging,
     states: ScratchSection,
     arrived: ScratchSection,
 }
@@ -169,6 +133,25 @@ impl Builder<'_> {
             None => launches,
         };
         [(&STRIDED_QUERIES, queries), (&STRIDED_OUTPUTS, outputs)].into_iter().fold(launches, of)
+    }
+
+    /// Checks that kernels take items of as many tiles.
+    ///
+    /// # Errors
+    /// [`Error::Limit`].
+    pub fn check_tiles(&self) -> Result<()> {
+        let of =
+            self.work.segments().iter().flat_map(|segment| segment.dispatches().iter().map(move |of| (segment, of)));
+        for (segment, dispatch) in of {
+            let tokens = segment.items_of(dispatch).iter().map(|item| item.tokens as usize).max().unwrap_or(0);
+            let needed = tokens.div_ceil(TILE_TOKENS) as u64;
+            let allowed = if self.takes_run(segment, dispatch) { MAX_RUN_TILES } else { MAX_TILES } as u64;
+            if needed > allowed {
+                let (what, hint) = ("tiles of a work item".into(), "use a smaller Split::max_tiles");
+                return Err(Error::Limit { what, needed, allowed, hint });
+            }
+        }
+        Ok(())
     }
 
     /// Lays out tables and scratch, and decides what the launches depend on.
@@ -223,8 +206,9 @@ impl Builder<'_> {
         launches
             .extend(segments().filter_map(|(at, (segment, sections))| self.prepare_run_query(at, segment, sections)));
         launches.extend(segments().flat_map(|(at, (segment, sections))| self.scores(at, segment, sections)));
-        launches.extend(segments().flat_map(|(at, (segment, sections))| self.attend(at, (segment, sections), merging)));
-        if !merging.fused {
+        launches
+            .extend(segments().flat_map(|(at, (segment, sections))| self.attend(at, (segment, sections), decisions)));
+        if merging.by == Merging::Launch {
             launches.push(self.merge(decisions));
         }
         launches
@@ -234,12 +218,8 @@ impl Builder<'_> {
         let mut buffers = vec![
             ("state_rows", Slot::Tables(decisions.state_rows)),
             ("states", Slot::States(decisions.merging.states)),
-            ("outputs", Slot::Output),
         ];
-        if self.lse == LseOutput::F32 {
-            buffers.push(("lse_rows", Slot::Lse));
-        }
-        buffers.extend(decisions.sinks.map(|sinks| ("sinks", Slot::Tables(sinks))));
+        self.push_outputs(decisions, &mut buffers);
         let shape = self.work.shape();
         let takes_run = |segment: &StoreWork| segment.dispatches().iter().any(|of| self.takes_run(segment, of));
         let merged = match self.work.segments().iter().any(takes_run) {
@@ -247,10 +227,24 @@ impl Builder<'_> {
             false => MergedStates::Many,
         };
         PlannedLaunch {
-            variant: merge_states(shape, self.options.output, self.lse, merged, decisions.sinks.is_some()),
+            variant: merge_states(shape, self.outputs(decisions), merged),
             grid: Grid::Rows { each: (shape.query_heads() / merged.heads(shape)) as u32 },
             buffers,
         }
+    }
+
+    /// What is written of every query.
+    fn outputs(&self, decisions: &Decisions) -> WrittenOutputs {
+        let sinks = if decisions.sinks.is_some() { Sinks::Logits } else { Sinks::None };
+        WrittenOutputs { element_type: self.options.output, lse: self.lse, sinks }
+    }
+
+    fn push_outputs(&self, decisions: &Decisions, buffers: &mut Buffers) {
+        buffers.push(("outputs", Slot::Output));
+        if self.lse == LseOutput::F32 {
+            buffers.push(("lse_rows", Slot::Lse));
+        }
+        buffers.extend(decisions.sinks.map(|sinks| ("sinks", Slot::Tables(sinks))));
     }
 
     /// Whether the last workgroup of every query head merges its states: it is alone at that, so they must not be many.
@@ -267,7 +261,12 @@ impl Builder<'_> {
         let bytes = self.layout.room.bytes(if fused { counters as u64 * 4 } else { 0 });
         let arrived = ScratchSection { offset: 0, bytes };
         self.layout.scratch.arrived = arrived.bytes;
-        StateMerging { fused, states, arrived }
+        let by = match fused {
+            true => Merging::Fused,
+            false if self.work.rows().iter().all(|rows| *rows == StateRows::WRITTEN) => Merging::None,
+            false => Merging::Launch,
+        };
+        StateMerging { by, states, arrived }
     }
 
     /// Whether every workgroup of `attend` prepares the query of a segment itself.
@@ -394,22 +393,24 @@ impl Builder<'_> {
         &self,
         at: usize,
         (segment, sections): (&StoreWork, &SegmentSections),
-        merging: &StateMerging,
+        decisions: &Decisions,
     ) -> Vec<PlannedLaunch> {
-        let output = merging.fused.then_some(self.options.output);
+        let merging = &decisions.merging;
+        let output = (merging.by == Merging::Fused).then_some(self.options.output);
         self.per_dispatch(at, (segment, sections), |dispatch, special, mut buffers| {
-            let run_queries = sections.run_queries.filter(|_| special.run_rows().is_some());
-            let variant = match (segment.calibration(), sections.scores, run_queries) {
+            let run = sections.run_queries.zip(special.attend_run(self.outputs(decisions)));
+            let variant = match (segment.calibration(), sections.scores, run) {
                 (Some(calibration), Some((scores, extremes)), _) => {
                     buffers.push(("stored_scores", Slot::Scores(scores)));
                     buffers.push(("extremes", Slot::Scores(extremes)));
                     special.weighted_values((calibration.tau1(), calibration.tau2()), output).variant()
                 }
-                (_, _, Some((rows, constants))) => {
+                (_, _, Some(((rows, constants), run))) => {
                     buffers.push(("run_queries", Slot::Queries(rows)));
                     buffers.push(("run_constants", Slot::Queries(constants)));
+                    self.push_outputs(decisions, &mut buffers);
                     self.push_keys(segment, dispatch.shard, &mut buffers);
-                    special.attend(Fused { queries: None, output: None }).variant()
+                    run.variant()
                 }
                 _ => {
                     let queries = self.own_query(segment).then_some(self.input);
@@ -423,7 +424,7 @@ impl Builder<'_> {
             };
             self.push_values(segment, dispatch.shard, &mut buffers);
             buffers.push(("states", Slot::States(merging.states)));
-            if merging.fused {
+            if merging.by == Merging::Fused {
                 buffers.push(("arrived", Slot::Arrived(merging.arrived)));
                 buffers.push(("outputs", Slot::Output));
             }

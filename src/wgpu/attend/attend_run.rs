@@ -1,7 +1,7 @@
 //! Kernel `attend_run`: many queries of a run together, with cooperative matrices.
 
-use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows};
-use super::specialisation::{MAX_TILES, Specialisation};
+use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows, WrittenOutputs};
+use super::specialisation::{MAX_RUN_TILES, Specialisation};
 use crate::TILE_TOKENS;
 use crate::format::codebook::level_unit;
 use crate::format::{AffineFormat, AttentionShape, Bits, Direction, Grouping, TensorFormat, TileLayout};
@@ -36,10 +36,13 @@ const PREPARING_INVOCATIONS: usize = 64;
 const QUERY_ROW: &str = "attend/query_row.wgsl#f16";
 /// Subgroups of the largest workgroup.
 const MOST_SUBGROUPS: usize = 8;
+/// Words of an item that wait in workgroup memory: `KeptItem` of the shaders.
+const KEPT_WORDS: usize = 6;
 /// Steps of levels in the half 1: see `attend/codes.wgsl#level_halves`.
 const LEVEL_STEPS: f32 = 128.0;
-/// Number of buffers that the kernel binds.
-const BUFFERS: u32 = 9;
+/// Number of buffers that the kernel binds at most: those of keys and values, their ranges, four of work, the states,
+/// and three for outputs, log-sum-exps and sinks.
+const BUFFERS: u32 = 12;
 
 impl Specialisation<'_> {
     /// The parts that read the segment's tensors, if the kernel supports its format and shape on this device.
@@ -106,14 +109,14 @@ impl Specialisation<'_> {
     }
 
     /// The kernel, if the items have more queries than `attend` takes.
-    pub(super) fn attend_run(&self) -> Option<AttendRecipe> {
+    pub(super) fn attend_run(&self, outputs: WrittenOutputs) -> Option<AttendRecipe> {
         let (rows, codes) = (self.run_rows()?, self.run_codes()?);
         let ([keys, values], (_, arrivals)) = (codes, self.run_workgroup(codes));
         let mut work = self.work(self.head_split());
         work.queries = self.run_queries(rows);
         let key_vector = TileLayout::of(&self.format.key, self.shape.head_dim()).key_vector();
         let rotation = self.format.value.rotation();
-        Some(AttendRecipe::Run { work, rows, keys, key_vector, values, rotation, arrivals })
+        Some(AttendRecipe::Run { work, rows, keys, key_vector, values, rotation, arrivals, outputs })
     }
 
     /// The kernel that prepares its queries of `input` elements.
@@ -220,15 +223,17 @@ impl RunRows {
         let keys = STEP_TOKENS * (head_dim / 4 + 2) * 8;
         let values = head_dim * 6 * 8;
         let (scores, weights) = (5 * 16, 6 * 8);
-        // Together, there is a factor for every row, and which subgroups moved their references.
+        // Together, there is a factor for every row, and which subgroups moved their references. No padding follows the
+        // last rows of four arrays.
+        let together = self.rows() * (scores + weights + 4) + self.subgroups * 4 - 4 * 16;
         let rest = match arrivals {
-            RunArrivals::ByTurns => keys + values + self.rows() * (scores + weights + 4) + 64,
-            RunArrivals::Ahead => 2 * keys + values + self.rows() * (scores + weights + 4) + 64,
+            RunArrivals::ByTurns => keys + values + together,
+            RunArrivals::Ahead => 2 * keys + values + together,
             RunArrivals::Apart(buffers) => {
                 buffers * (keys + values) + self.subgroups * BLOCK_ROWS * scores + self.rows() * weights
             }
         };
-        MAX_TILES * 4 + rest
+        MAX_RUN_TILES * 4 + KEPT_WORDS * 4 + rest
     }
 }
 
@@ -242,6 +247,7 @@ impl RunArrivals {
 
 #[cfg(test)]
 mod tests {
+    use super::super::recipe::{LseOutput, Sinks};
     use super::super::specialisation::ItemScoring;
     use super::*;
     use crate::backend::QueryBytes;
@@ -252,7 +258,7 @@ mod tests {
         let limits = KernelLimits {
             binding_bytes: 128 << 20,
             binding_alignment: 256,
-            storage_buffers: 10,
+            storage_buffers: 12,
             workgroup_memory,
             invocations: 1024,
             workgroups: 65535,
@@ -313,7 +319,12 @@ mod tests {
                 special.queries = queries.min(most.rows() / group);
                 let rows = special.run_rows().unwrap();
                 assert!(rows.rows() >= special.queries * group && rows.rows() <= RUN_ROWS);
-                let source = special.attend_run().unwrap().variant().source().unwrap();
+                let outputs = WrittenOutputs {
+                    element_type: ElementType::Bf16,
+                    lse: if group == 3 { LseOutput::None } else { LseOutput::F32 },
+                    sinks: if group == 1 { Sinks::None } else { Sinks::Logits },
+                };
+                let source = special.attend_run(outputs).unwrap().variant().source().unwrap();
                 let module = naga::front::wgsl::parse_str(&source.wgsl)
                     .unwrap_or_else(|error| panic!("{}", error.emit_to_string(&source.wgsl)));
                 let (flags, all) = (naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all());

@@ -8,7 +8,8 @@
 //! The launches of a step, in order: `prepare_query` for every segment that is calibrated, has rotated keys, or has
 //! items of `attend_run` (for others every workgroup of `attend` prepares the query itself); `scores` for every shard
 //! of a calibrated segment; `attend` for every shard (or `weighted_values` if calibrated, or `attend_run` for many
-//! queries together); and one `merge_states`, unless the last workgroup of `attend` merges. Each launch waits for the
+//! queries together); and one `merge_states`, unless the last workgroup of `attend` merges, or `attend_run` writes all
+//! outputs. Each launch waits for the
 //! previous one, which costs more than the work of small ones.
 
 use crate::wgpu::planned::planned;
@@ -16,12 +17,12 @@ use crate::wgpu::sources::SHADERS;
 use std::sync::Arc;
 
 use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
-use super::attend_launches::{Builder, Decisions, block_queries, with_rows};
-use super::merge_states::LseOutput;
+use super::attend_launches::{Builder, Decisions, with_rows};
+use super::block_queries::block_queries;
+use super::recipe::LseOutput;
 use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
-use super::specialisation::MAX_TILES;
 use crate::backend::AttendOptions;
-use crate::format::{AttentionShape, TILE_TOKENS};
+use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, GrowingWork, QueryLayout, StoreWork, Work};
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::guard;
@@ -151,6 +152,7 @@ impl AttendStep {
         let work = Work::in_blocks(plan, attend.split, block_queries(capabilities, plan, attend))?;
         let layout = Layout::new(capabilities, room, table_bytes(&work));
         let mut builder = Builder { capabilities, work: &work, input, options: attend, lse, layout };
+        builder.check_tiles()?;
         let decisions = builder.decide();
         let kept =
             kept.find(|step| step.options == options && step.decisions == decisions).map(|step| step.launches.clone());
@@ -438,10 +440,6 @@ impl AttendStep {
         for (what, needed) in bytes {
             limit(what, needed, capabilities.limits.binding_bytes, "attend to fewer sequences per step")?;
         }
-        let items = self.work.segments().iter().flat_map(|segment| segment.items());
-        let tokens = items.map(|item| u64::from(item.tokens)).max().unwrap_or(0);
-        let what = "tiles of a work item";
-        limit(what, tokens.div_ceil(TILE_TOKENS as u64), MAX_TILES as u64, "use a smaller Split::max_tiles")?;
         let workgroups = self.grids.iter().flatten().copied().max().unwrap_or(0);
         limit(
             "a dispatch",

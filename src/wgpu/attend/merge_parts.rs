@@ -1,7 +1,7 @@
 //! Kernel `merge_parts`: merges the states of the same queries over several parts of their tokens.
 
-use super::merge_states::LseOutput;
 use super::parts::output_file;
+use super::recipe::LseOutput;
 use crate::backend::AttentionStates;
 use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, HEAD_DIMS};

@@ -1,20 +1,10 @@
 //! Kernel `merge_states`: merges the states of all work items and writes the output.
 
-use super::parts::output_file;
+use super::recipe::WrittenOutputs;
 use super::specialisation::INVOCATIONS;
 use crate::format::AttentionShape;
-use crate::plan::ElementType;
 use crate::wgpu::device::Variant;
 use crate::wgpu::sources::SHADERS;
-
-/// Whether the log-sum-exp is returned in addition to the output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::wgpu) enum LseOutput {
-    /// It is not.
-    None,
-    /// It is, as f32.
-    F32,
-}
 
 /// How a workgroup merges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,28 +29,17 @@ impl MergedStates {
     }
 }
 
-/// The kernel that writes outputs of `output` elements, and joins the sinks of a layer that has them.
-pub(super) fn merge_states(
-    shape: &AttentionShape,
-    output: ElementType,
-    lse: LseOutput,
-    merged: MergedStates,
-    has_sinks: bool,
-) -> Variant {
+/// The kernel that writes the outputs, and joins the sinks of a layer that has them.
+pub(super) fn merge_states(shape: &AttentionShape, outputs: WrittenOutputs, merged: MergedStates) -> Variant {
     let variant = Variant::new(&SHADERS, "merge_states")
         .constant("HEAD_DIM", shape.head_dim())
         .constant("QUERY_HEADS", shape.query_heads())
-        .constant("MERGED_HEADS", merged.heads(shape))
-        .import("output", output_file(output));
+        .constant("MERGED_HEADS", merged.heads(shape));
     let variant = match merged {
         MergedStates::Many => variant,
         MergedStates::Few => variant.constant("AT_ONCE", MergedStates::FEW_AT_ONCE),
     };
-    let variant = if has_sinks { variant.import("sinks", "attend/sinks.wgsl#logits") } else { variant };
-    match lse {
-        LseOutput::None => variant,
-        LseOutput::F32 => variant.import("lse", "attend/lse.wgsl#f32"),
-    }
+    outputs.put(variant)
 }
 
 /// Bytes of the states of one row: every query head's output and log-sum-exp, padded to 16 bytes.

@@ -2,8 +2,8 @@
 
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
-    Logits, Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sums, ValueRanges,
-    Values, Work,
+    Logits, LseOutput, Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sinks,
+    Sums, ValueRanges, Values, Work, WrittenOutputs,
 };
 use crate::format::{Bits, Direction};
 use crate::plan::{ElementType, ItemMask};
@@ -31,10 +31,11 @@ impl AttendRecipe {
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
-            Self::Run { work, rows, keys, key_vector, values, rotation, arrivals } => {
+            Self::Run { work, rows, keys, key_vector, values, rotation, arrivals, outputs } => {
                 let (kernel, rotated) = arrivals.parts();
                 let variant = rows.put(work.put(Variant::new(&SHADERS, kernel))).with_f16().with_matrices();
-                let variant = put_run_codes(variant, [*keys, *values], *key_vector);
+                let variant = variant.constant("MAX_TILES", super::specialisation::MAX_RUN_TILES);
+                let variant = outputs.put(put_run_codes(variant, [*keys, *values], *key_vector));
                 let variant = match rotation {
                     None => variant,
                     Some(rotation) => {
@@ -69,6 +70,21 @@ impl Work {
             .constant("HEADS", self.heads.heads)
             .constant("CHUNKS", self.heads.chunks)
             .constant("MAX_TILES", super::specialisation::MAX_TILES)
+    }
+}
+
+impl WrittenOutputs {
+    /// Slots `output`, `lse` and `sinks`.
+    pub(super) fn put(self, variant: Variant) -> Variant {
+        let variant = variant.import("output", output_file(self.element_type));
+        let variant = match self.lse {
+            LseOutput::None => variant,
+            LseOutput::F32 => variant.import("lse", "attend/lse.wgsl#f32"),
+        };
+        match self.sinks {
+            Sinks::None => variant,
+            Sinks::Logits => variant.import("sinks", "attend/sinks.wgsl#logits"),
+        }
     }
 }
 

@@ -15,7 +15,8 @@ pub(crate) enum AttendRecipe {
     /// summands in f16.
     Matrix { work: Work, query_parts: usize, query: GivenQuery },
     /// `attend_run` or `attend_run_apart`: many queries of a run together, with cooperative matrices. `key_vector`
-    /// words of a token's keys are contiguous. Outputs are rotated back if there is a rotation.
+    /// words of a token's keys are contiguous. Outputs are rotated back if there is a rotation. Items with all that
+    /// their queries see write them.
     Run {
         work: Work,
         rows: RunRows,
@@ -24,11 +25,38 @@ pub(crate) enum AttendRecipe {
         values: RunCodes,
         rotation: Option<Rotation>,
         arrivals: RunArrivals,
+        outputs: WrittenOutputs,
     },
     /// `scores`: stores the scores of keys.
     Scores { work: Work, scores: Scores },
     /// `weighted_values`: reads them, calibrated by (τ1, τ2).
     WeightedValues { work: Work, tau: (f32, f32), values: Values, softmax: Exchange, merge: Merge },
+}
+
+/// The outputs of a step, as a kernel writes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WrittenOutputs {
+    pub element_type: ElementType,
+    pub lse: LseOutput,
+    pub sinks: Sinks,
+}
+
+/// Whether the log-sum-exp is returned in addition to the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LseOutput {
+    /// It is not.
+    None,
+    /// It is, as f32.
+    F32,
+}
+
+/// Whether query heads of the layer have sinks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sinks {
+    /// None has.
+    None,
+    /// Each has a logit.
+    Logits,
 }
 
 /// The shape of the attention and how its query heads are cut.

@@ -53,6 +53,8 @@ impl ItemScoring {
 
 /// Most tiles of a work item: what `tile_bases` in workgroup memory holds.
 pub(super) const MAX_TILES: usize = 64;
+/// The same in `attend_run`.
+pub(super) const MAX_RUN_TILES: usize = 128;
 pub(super) const STEP_TILES: usize = 4;
 pub(super) const INVOCATIONS: usize = 128;
 /// Blocks of a tile; one-byte weights are relative to the largest of their block.

@@ -42,7 +42,8 @@ impl ModelStep {
             let full = full_runs(kind.layout.shape()).map(|queries| queries.min(longest)).into_iter();
             full.filter(|&queries| queries > MOST_CHUNK_KINDS).map(causal).collect()
         };
-        self.prepare_runs(&kinds, long, &[RUN_TILES]).await
+        // With few tokens they have one state each, with many they are merged.
+        self.prepare_runs(&kinds, long, &[RUN_TILES, MANY_TILES]).await
     }
 
     /// Compiles the kernels that some query runs of each kind can use, over spans of the given numbers of tiles.

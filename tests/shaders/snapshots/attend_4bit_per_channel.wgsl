@@ -1038,20 +1038,32 @@ fn write_output(index: u32, x: vec4<f32>) {
 // together.
 //
 // needs: FIELDS, QUERY_HEADS, STATE_ROW, states
-// gives: NO_LSE, Joined, join_states
+// gives: join_states
 // set by plans: AT_ONCE
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#joined
+// ----------------------------------------------------------------------------------------------------
+
+// States that were joined: sums relative to the largest log-sum-exp.
+//
+// gives: NO_LSE, Joined
 
 // Below every log-sum-exp.
 const NO_LSE: f32 = -1e30f;
-
-// Number of states whose loads are in flight together.
-const AT_ONCE: u32 = 8u;
 
 struct Joined {
     sum: vec4<f32>,
     weight_sum: f32,
     largest: f32,
 }
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#join_states
+// ----------------------------------------------------------------------------------------------------
+
+// Number of states whose loads are in flight together.
+const AT_ONCE: u32 = 8u;
 
 // Merges four channels of the existing states first, first + stride, ... below `wanted_end` of a query head.
 fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {

@@ -12,7 +12,7 @@ enable wgpu_cooperative_matrix;
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
 // them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
-// items.
+// items; one with all that its queries see writes their outputs.
 //
 // A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left
 // operands of scores) and their sums stay in its registers for the whole item. All subgroups share the tokens, which
@@ -49,7 +49,7 @@ enable wgpu_cooperative_matrix;
 //   TOKEN_VECTORS, TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS,
 //   ROW_SCORES, MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, first_prepared,
 //   load_rows, load_keys, load_values
-// binds: 2 run_queries, 8 run_constants
+// binds: 2 run_queries, 10 run_constants
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
 // ----------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ const QUERIES: u32 = 64u;
 const HEADS: u32 = 256u;
 const CHUNKS: u32 = 1u;
 // Most tiles of an item.
-const MAX_TILES: u32 = 64u;
+const MAX_TILES: u32 = 128u;
 
 const LOG2_E: f32 = 1.4426950408889634f;
 const LN_2: f32 = 0.6931471805599453f;
@@ -333,7 +333,7 @@ struct Eight {
 
 // [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
 @group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
-@group(0) @binding(8) var<storage, read> run_constants: array<vec2<f32>>;
+@group(0) @binding(10) var<storage, read> run_constants: array<vec2<f32>>;
 
 const SUBGROUPS: u32 = 8u;
 // Blocks of 16 rows in a subgroup, and its rows.
@@ -463,6 +463,138 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/run_ends.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// What rows of `attend_run` and `attend_run_apart` leave: states that `merge_states` joins, or, where the item has all
+// that its queries see, outputs and log-sum-exps.
+//
+// In bounds: rows of states, outputs and log-sum-exps are clamped where they are written. Rows without a query write
+// nothing.
+//
+// needs: FIELDS, WorkItem, head_exists, input_row, query_head, state_row, states, write_state_lse
+// gives: keep_item, kept_item, end_row, write_field
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output.wgsl#f16
+// ----------------------------------------------------------------------------------------------------
+
+// The output tensor in f16.
+//
+// gives: write_output
+// binds: 8 outputs
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rows.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn output_at(index: u32) -> u32 {
+    return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output.wgsl#f16
+// ----------------------------------------------------------------------------------------------------
+
+@group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
+
+fn write_output(index: u32, x: vec4<f32>) {
+    outputs[min(output_at(index), arrayLength(&outputs) - 1u)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/lse.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn write_row_lse(row: u32, lse: f32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#joined
+// ----------------------------------------------------------------------------------------------------
+
+// States that were joined: sums relative to the largest log-sum-exp.
+//
+// gives: NO_LSE, Joined
+
+// Below every log-sum-exp.
+const NO_LSE: f32 = -1e30f;
+
+struct Joined {
+    sum: vec4<f32>,
+    weight_sum: f32,
+    largest: f32,
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/sinks.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn add_sink(joined: Joined, query_head: u32) -> Joined {
+    return joined;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/run_ends.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// What the ends need of the item waits here: registers are short while products are summed.
+struct KeptItem {
+    state: u32,
+    range_slot: u32,
+    row: u32,
+    states: u32,
+    queries: u32,
+    stride: u32,
+}
+
+var<workgroup> kept: KeptItem;
+
+fn keep_item(item: WorkItem, invocation: u32) {
+    if (invocation == 0u) {
+        kept = KeptItem(item.state, item.range_slot, item.row, item.states, item.queries, item.stride);
+    }
+}
+
+// Behind a barrier.
+fn kept_item() -> WorkItem {
+    var item: WorkItem;
+    item.state = kept.state;
+    item.range_slot = kept.range_slot;
+    item.row = kept.row;
+    item.states = kept.states;
+    item.queries = kept.queries;
+    item.stride = kept.stride;
+    return item;
+}
+
+// Writes the log-sum-exp of a row, and gives the factor of its sums.
+fn end_row(item: WorkItem, y: u32, row: u32, weight_sum: f32, lse: f32) -> f32 {
+    // A row that sees no token of the item has no weights, and a state that weighs nothing.
+    let factor = select(1f, 1f / weight_sum, weight_sum > 0f);
+    if (item.states > 0u) {
+        write_state_lse(item, y, row, lse);
+        return factor;
+    }
+    let joined = add_sink(Joined(vec4<f32>(factor), 1f, lse), query_head(y, row));
+    if (head_exists(item, y, row)) {
+        write_row_lse(input_row(item, y, row), joined.largest + log(joined.weight_sum));
+    }
+    return joined.sum.x / joined.weight_sum;
+}
+
+// Writes four channels of a row.
+fn write_field(item: WorkItem, y: u32, row: u32, field: u32, output: vec4<f32>) {
+    if (!head_exists(item, y, row)) {
+        return;
+    }
+    if (item.states > 0u) {
+        states[state_row(item, y, row) + field] = output;
+    } else {
+        write_output(input_row(item, y, row) * FIELDS + field, output);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/run_arrivals.wgsl#ahead
 // ----------------------------------------------------------------------------------------------------
 
@@ -498,13 +630,12 @@ fn behind_weights(step: u32, tiles: u32, invocation: u32) {}
 // shaders/attend/run_outputs.wgsl#plain
 // ----------------------------------------------------------------------------------------------------
 
-// States of the channels as they are stored: 16 channels of all rows at a time.
+// Outputs of the channels as they are stored: 16 channels of all rows at a time.
 //
-// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, head_exists, run_output, scores, state_row,
-//   states
-// gives: write_states
+// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, run_output, scores, write_field
+// gives: write_outputs
 
-fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
+fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
     // unroll
     for (var step = 0u; step < STEPS; step++) {
         // unroll
@@ -516,13 +647,9 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
         // unroll
         for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
             let row = team * OWN_ROWS + i * 8u + lane / 4u;
-            if (head_exists(item, y, row)) {
-                // A row that sees no token of the item has no weights, and a state that weighs nothing.
-                let weights = select(1f, factors[row], factors[row] > 0f);
-                let mean = scores[row * SCORE_ROW + lane % 4u] / weights;
-                let field = step * 4u + lane % 4u;
-                states[state_row(item, y, row) + field] = run_output(item.range_slot, y, field * 4u, mean);
-            }
+            let mean = scores[row * SCORE_ROW + lane % 4u] * factors[row];
+            let field = step * 4u + lane % 4u;
+            write_field(item, y, row, field, run_output(item.range_slot, y, field * 4u, mean));
         }
         workgroupBarrier();
     }
@@ -532,15 +659,15 @@ fn write_states(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Work
 // shaders/attend/attend_run.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-// [step][token][channel], [channel][token], [row][token], [row][token].
-var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP>;
-var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW>;
-var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW>;
-var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
-// Factors of the sums of a row before more is added; at the end, the row's sum of weights.
+// [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
+var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;
+var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW - 2u>;
+var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW - 1u>;
+var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW - 2u>;
+// Factors of the sums of a row: before more is added, and at the end.
 var<workgroup> factors: array<f32, ROWS>;
 // Whether rows of a subgroup moved their references in this step.
-var<workgroup> moved: array<vec4<u32>, 4>;
+var<workgroup> moved: array<vec4<u32>, SUBGROUPS / 4u>;
 
 // For the lane's row: the tokens of the item that it sees, the factor of its products, the reference, and the sum of
 // weights. Each of the first OWN_ROWS lanes computes the weights of one row; others compute the same, and write
@@ -650,7 +777,12 @@ fn weigh(step: u32, least: u32, team: u32, lane: u32) {
 }
 
 fn any_moved() -> bool {
-    return any((moved[0] | moved[1] | moved[2] | moved[3]) != vec4<u32>());
+    var all = vec4<u32>();
+    // unroll
+    for (var i = 0u; i < SUBGROUPS / 4u; i++) {
+        all |= moved[i];
+    }
+    return any(all != vec4<u32>());
 }
 
 // Multiplies the sums of the rows by their factors.
@@ -713,6 +845,7 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     let team = invocation / 32u;
     let tiles = (item.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
 
+    keep_item(item, invocation);
     keep_tile_base(read_tile_base(item.page_offset, tiles, y, invocation), tiles, invocation);
     let first = first_prepared(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
@@ -726,7 +859,7 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     let least = item.tokens - min(item.later, item.tokens);
     reference = LOWEST;
     weight_sum = 0f;
-    if (invocation < 4u) {
+    if (invocation < SUBGROUPS / 4u) {
         moved[invocation] = vec4<u32>();
     }
     var sums: array<Sums, ROW_BLOCKS * STEPS>;
@@ -760,9 +893,9 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     }
     take_values(&sums, team, lane);
     if (lane < OWN_ROWS) {
-        factors[own_row] = weight_sum;
-        write_state_lse(item, y, own_row, (reference + log2(weight_sum) + constants.y) * LN_2);
+        let lse = (reference + log2(weight_sum) + constants.y) * LN_2;
+        factors[own_row] = end_row(kept_item(), y, own_row, weight_sum, lse);
     }
     workgroupBarrier();
-    write_states(&sums, item, y, team, lane);
+    write_outputs(&sums, kept_item(), y, team, lane);
 }
