@@ -105,6 +105,7 @@ pub(crate) enum OnlyStates {
     /// They write it as any other.
     Kept,
     /// They write the query's output, and no state.
+    #[cfg_attr(not(any(feature = "wgpu", test)), expect(dead_code, reason = "wgpu alone writes outputs so"))]
     Outputs,
 }
 

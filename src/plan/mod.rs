@@ -32,7 +32,9 @@ mod write;
 pub use crate::counts::{MOST_LAYERS, MOST_TOKENS};
 pub use attend::{AttendPlan, PlannedSpan, SpanView, StoreFormat, StorePart, StoreView};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) use blocks::{BlockQueries, OnlyStates};
+pub(crate) use blocks::BlockQueries;
+#[cfg(feature = "wgpu")]
+pub(crate) use blocks::OnlyStates;
 pub(crate) use grown::SpanIndex;
 #[cfg(feature = "wgpu")]
 pub(crate) use grown_work::GrowingWork;
