@@ -312,11 +312,8 @@ gpu_tests() {
     # A hundred devices come and go in a process of their own: a driver that does not survive it fails by its name.
     stage "devices-$first" on "$first" program gpu devices::
 }
-# The stage of the checks that wgpu inserts has the floor.
-gpu_conformance() {
-    KVPACK_TEST_BRIEF=1 stage "conformance-$first" on "$first" program gpu_conformance
-    KVPACK_PATH=f16 stage conformance-f16 on "$first" program gpu_conformance
-}
+# The floor's cases run in the stage of the checks that wgpu inserts.
+gpu_conformance() { stage "conformance-$first" on "$first" program gpu_conformance --skip floor::; }
 cpu_conformance() { stage conformance-cpu program conformance; }
 other_programs() { stage tests on "$first" programs_but gpu gpu_conformance conformance; }
 

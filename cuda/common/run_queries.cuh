@@ -144,7 +144,7 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
                 }
             }
             const StoredQuery stored = put_query(queries + row_bytes(first + r), places, row);
-            // Kept codes are not centred. What the halves of the query count for it is exactly that.
+            // Kept codes are not centred. The base subtracts the centre, times the query as it was rounded.
             if (KEY_BITS_KEPT) base = __fmaf_rn(-KEY_CENTRE * stored.unit, stored.sum, base);
             if (KEY_SPAN_RANGES) base = warp_sum(base) * call.score_scale;
             const float unit = halves_unit(KEY_LEVEL_UNIT) * (KEY_BITS_KEPT ? KEPT_UNIT : 1.0f);

@@ -8,7 +8,7 @@
 //
 // Warps take blocks of 16 tokens of keys, and blocks of 32 tokens by 16 channels of values, in turn. A pair of elements
 // takes a shift, a mask that also places the codes into the mantissas of 1024 + code, a subtraction and a multiply-add.
-// Where bits are kept it takes a mask, and half of the pairs of values a shift.
+// Where bits are kept, a pair takes a mask, and every second pair of values takes a shift before it.
 
 #pragma once
 

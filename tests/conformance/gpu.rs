@@ -2,7 +2,7 @@
 //!
 //! The quick checks run on every path that the adapter has, the f16 path only where it has f16, since it is the floor
 //! with larger limits elsewhere; those whose kernels are the same on all paths run on the first. `KVPACK_PATH` (floor,
-//! f16, subgroups, matrices) leaves one path. `KVPACK_TEST_BRIEF` leaves the best path.
+//! f16, subgroups, matrices) leaves one path. `KVPACK_TEST_BRIEF` leaves the best path, for a second driver.
 //! `KVPACK_ALL_CASES=1` runs the whole registry. Without the adapter there is one test, and it fails.
 
 #[path = "../gpu/adapter.rs"]

@@ -153,6 +153,8 @@ fn drafts() -> Vec<AttendCase> {
         ("2bit", 4, 128, SegmentFormat::per_channel(Bits::Two)),
         ("3bit", 4, 128, both(affine(Bits::Three, Grouping::Token))),
         ("8bit", 4, 64, SegmentFormat::per_channel(Bits::Eight)),
+        ("2bit-d64", 4, 64, SegmentFormat::per_channel(Bits::Two)),
+        ("3bit-d256", 2, 256, SegmentFormat::per_channel(Bits::Three)),
         ("f16-keys", 4, 64, SegmentFormat { key: TensorFormat::F16, value: affine(Bits::Two, Grouping::Token) }),
         ("kivi", 4, 128, kivi()),
         ("turboquant-1bit", 2, 64, SegmentFormat::turboquant(Bits::One, 64)),

@@ -24,14 +24,13 @@ const MOST_WARPS: usize = 16;
 /// Rows that one block takes, of up to 128 channels.
 pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
-/// Smallest number of rows for which it pays off: in f16 and where `attend_drafts` takes them, and where something is
-/// unpacked for all warps or calibrated. `attend` takes fewer rows. Its blocks have up to 8 query heads, or 32 that
-/// unpack tokens for themselves.
+/// Fewest rows for which `attend_run` pays off in f16, and `attend_drafts` over ranges of groups. `attend` takes fewer.
 const LEAST_DRAFT_ROWS: usize = 9;
+
+/// The same where `attend_run` unpacks tiles for all its warps, and where scores are calibrated.
 pub(super) const LEAST_PACKED_ROWS: usize = 33;
 
-/// The same for `attend_drafts` where ranges are those of tokens or of the span. Over ranges of groups `attend` is slower
-/// from [`LEAST_DRAFT_ROWS`] on.
+/// The same for `attend_drafts` over ranges of tokens or of the span.
 const LEAST_CODE_ROWS: usize = 17;
 
 /// Warps of a block of few rows, which share the tokens of a tile.
