@@ -43,8 +43,8 @@ constexpr int LANE_ROWS = 2 * ROW_EIGHTS;
 constexpr int TOKEN_SIXTY_FOURS = TILE_TOKENS / 64;
 constexpr int CHANNEL_SIXTY_FOURS = HEAD_DIM / 64;
 constexpr int TOKEN_STEPS = TILE_TOKENS / BLOCK_TOKENS;
-// Buffers of unpacked operands in registers: one is unpacked while the other is multiplied.
-constexpr int BUFFERS = HEAD_DIM > 128 ? 1 : 2;
+// Of 64 channels, those whose values are in registers at once: some are unpacked while others are multiplied.
+constexpr int VALUE_BUFFERS = HEAD_DIM > 128 ? 1 : CHANNEL_SIXTY_FOURS;
 static_assert(HEAD_DIM % 64 == 0, "a warpgroup has whole products of channels");
 
 // Matrices of 16 channels or tokens by all rows, which a product counts in 16 bytes.
@@ -165,30 +165,28 @@ struct DraftWarp {
 
     // The products of the tile in `stage` with the queries.
     __device__ __forceinline__ void multiply_keys(Products (&products)[TOKEN_SIXTY_FOURS], u32 stage) const {
-        u32 keys[BUFFERS][CHANNEL_STEPS][4];
 #pragma unroll
         for (int j = 0; j < TOKEN_SIXTY_FOURS; j++) {
-            if (j >= BUFFERS) warpgroup_wait<0>(products[j - BUFFERS]);
-            const Fragments<CHANNEL_STEPS> to = {keys[j % BUFFERS]};
+            u32 keys[CHANNEL_STEPS][4];
+            const Fragments<CHANNEL_STEPS> to = {keys};
             unpack_keys(to, stage, stage + KEY_RANGES_AT, 4 * j + warp, 0, 1, lane);
             warpgroup_begin();
 #pragma unroll
             for (int f = 0; f < CHANNEL_STEPS; f++) {
-                warpgroup_multiply(products[j], keys[j % BUFFERS][f], queries.after(f * STEP_SIXTEENS), f > 0);
+                warpgroup_multiply(products[j], keys[f], queries.after(f * STEP_SIXTEENS), f > 0);
             }
             warpgroup_commit();
+            warpgroup_wait<0>(products[j]);
         }
-#pragma unroll
-        for (int j = 0; j < TOKEN_SIXTY_FOURS; j++) warpgroup_wait<0>(products[j]);
     }
 
     // Adds weights times values of the tile in `stage`.
     __device__ __forceinline__ void multiply_values(u32 stage) {
-        u32 values[BUFFERS][TOKEN_STEPS][4];
+        u32 values[VALUE_BUFFERS][TOKEN_STEPS][4];
 #pragma unroll
         for (int j = 0; j < CHANNEL_SIXTY_FOURS; j++) {
-            if (j >= BUFFERS) warpgroup_wait<0>(sums[j - BUFFERS]);
-            const Fragments<TOKEN_STEPS> to = {values[j % BUFFERS]};
+            if (j >= VALUE_BUFFERS) warpgroup_wait<0>(sums[j - VALUE_BUFFERS]);
+            const Fragments<TOKEN_STEPS> to = {values[j % VALUE_BUFFERS]};
 #pragma unroll
             for (int run = 0; run < TILE_TOKENS / 32; run++) {
                 const RunRanges of_run(stage + VALUE_RANGES_AT, run, lane);
@@ -202,7 +200,7 @@ struct DraftWarp {
             warpgroup_begin();
 #pragma unroll
             for (int m = 0; m < TOKEN_STEPS; m++) {
-                warpgroup_multiply(sums[j], values[j % BUFFERS][m], weight_matrices.after(m * STEP_SIXTEENS));
+                warpgroup_multiply(sums[j], values[j % VALUE_BUFFERS][m], weight_matrices.after(m * STEP_SIXTEENS));
             }
             warpgroup_commit();
         }

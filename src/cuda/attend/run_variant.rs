@@ -175,7 +175,7 @@ impl RunVariant {
         if !serves || rows > most || !REGISTER_CHANNELS.contains(&pages.head_dim) {
             return None;
         }
-        let many_registers = rows * pages.head_dim > 32 * MOST_CHANNELS || pages.head_dim > MOST_CHANNELS;
+        let many_registers = rows > MOST_REGISTER_ROWS / 2 || pages.head_dim > MOST_CHANNELS;
         let sizes = DRAFT_GROUPS.into_iter().filter(|&(groups, _)| groups == 2 || !many_registers);
         let variants = sizes.map(|(groups, stages)| Self {
             pages,
