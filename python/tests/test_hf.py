@@ -179,14 +179,19 @@ class OnTheHost(kvpack.hf._graphs.Graphs):
         pass
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_graphs_generate_the_same(model, rows, monkeypatch):
+def compiler(function):
+    """Traces on the CPU, and also fuses on a card."""
+    return torch.compile(function, backend="eager" if DEVICE == "cpu" else "inductor")
+
+
+@pytest.mark.parametrize("rows, options", [(1, {}), (3, {}), (1, {"compiler": compiler}), (3, {"compiler": compiler})])
+def test_graphs_generate_the_same(model, rows, options, monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(kvpack.hf._graphs, "Graphs", OnTheHost)
     ids, mask = prompts(rows, 40)
     kvpack.hf.enable(model, "f16")
     wanted = generated(model, ids, mask, max_new_tokens=30)
-    kvpack.hf.use_graphs(model)
+    kvpack.hf.use_graphs(model, **options)
     given = generated(model, ids, mask, max_new_tokens=30)
     graphs, held = model._kvpack_graphs, getattr(given, CACHE).held
     assert torch.equal(given.sequences, wanted.sequences)
