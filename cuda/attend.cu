@@ -23,8 +23,9 @@
 //
 // With STORES the launch also stores the tokens of the step, which decodes one for each query (common/storing.cuh). It
 // overlaps with the kernels before it: pages that the step does not write were complete before it, since its tables were
-// uploaded after them, so the rings are filled with them at once. Then blocks wait, for the queries and the rows to
-// store. The block that has the page of a token stores it before it loads that page.
+// uploaded after them, so blocks load them at once: short items one stage of each team, others whole rings. Then blocks
+// wait, for the queries and the rows to store. The block that has the page of a token stores it before it loads that
+// page.
 //
 // If one launch attends right after its layer was stored, it overlaps with the storing kernels. They admit it once all
 // work before them is done. A warp waits for them before it loads a page that they write (FRESH_PAGE), and so does
@@ -60,6 +61,9 @@
 #endif
 #if STORES
 #include "common/storing.cuh"
+// Turns of the warps up to which an item is short. What its rings ask for delays the blocks of the kernel before that
+// still merge states, and these take a good part of its time.
+constexpr int SHORT_TURNS = 6;
 #endif
 
 // A row of the merged sums, padded so that the heads of a warp's lanes lie in different banks. The channels are
@@ -230,13 +234,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     // previous kernel.
 #if STORES
     const auto is_fresh = [&](int i) { return (first_pages[i] & FRESH_PAGE) != 0; };
+    const bool is_short = steps <= SHORT_TURNS * TEAMS;
     start_storing(stored_rows);
     // The first stage of every team is loaded before any other.
     if (!is_fresh(0)) issue_first(0);
     __syncthreads();
 #pragma unroll
     for (int i = 1; i < STAGES; i++) {
-        if (!is_fresh(i)) issue_first(i);
+        if (!is_fresh(i) && !is_short) issue_first(i);
     }
     await_earlier_kernels();
 #else
@@ -278,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     barrier_wait(shared_address(&stored_rows.prepared), 0u);
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-        if (is_fresh(i)) issue_first(i);
+        if (is_fresh(i) || (i > 0 && is_short)) issue_first(i);
     }
 #else
     __syncthreads();

@@ -43,6 +43,8 @@ constexpr int LANE_ROWS = 2 * ROW_EIGHTS;
 constexpr int TOKEN_SIXTY_FOURS = TILE_TOKENS / 64;
 constexpr int CHANNEL_SIXTY_FOURS = HEAD_DIM / 64;
 constexpr int TOKEN_STEPS = TILE_TOKENS / BLOCK_TOKENS;
+// Steps of channels whose keys are in registers at once.
+constexpr int KEY_STEPS = HEAD_DIM > 128 ? 8 : CHANNEL_STEPS;
 // Of 64 channels, those whose values are in registers at once: some are unpacked while others are multiplied.
 constexpr int VALUE_BUFFERS = HEAD_DIM > 128 ? 1 : CHANNEL_SIXTY_FOURS;
 static_assert(HEAD_DIM % 64 == 0, "a warpgroup has whole products of channels");
@@ -69,7 +71,7 @@ struct Fragments {
 
     u32 (&steps)[STEPS][4];
 
-    __device__ __forceinline__ void put_keys(int, int f, const u32 (&words)[4], int) const { put(f, words); }
+    __device__ __forceinline__ void put_keys(int, int f, const u32 (&words)[4], int) const { put(f % STEPS, words); }
     __device__ __forceinline__ void put_values(int m, int, const u32 (&words)[4], int) const { put(m, words); }
 
     __device__ __forceinline__ void put(int step, const u32 (&words)[4]) const {
@@ -167,16 +169,20 @@ struct DraftWarp {
     __device__ __forceinline__ void multiply_keys(Products (&products)[TOKEN_SIXTY_FOURS], u32 stage) const {
 #pragma unroll
         for (int j = 0; j < TOKEN_SIXTY_FOURS; j++) {
-            u32 keys[CHANNEL_STEPS][4];
-            const Fragments<CHANNEL_STEPS> to = {keys};
-            unpack_keys(to, stage, stage + KEY_RANGES_AT, 4 * j + warp, 0, 1, lane);
-            warpgroup_begin();
 #pragma unroll
-            for (int f = 0; f < CHANNEL_STEPS; f++) {
-                warpgroup_multiply(products[j], keys[f], queries.after(f * STEP_SIXTEENS), f > 0);
+            for (int first = 0; first < CHANNEL_STEPS; first += KEY_STEPS) {
+                u32 keys[KEY_STEPS][4];
+                const Fragments<KEY_STEPS> to = {keys};
+                const KeyBlocks blocks = {first / KEY_BLOCK_STEPS, 1, (first + KEY_STEPS) / KEY_BLOCK_STEPS};
+                unpack_keys(to, stage, stage + KEY_RANGES_AT, 4 * j + warp, blocks, lane);
+                warpgroup_begin();
+#pragma unroll
+                for (int f = 0; f < KEY_STEPS; f++) {
+                    warpgroup_multiply(products[j], keys[f], queries.after((first + f) * STEP_SIXTEENS), first + f > 0);
+                }
+                warpgroup_commit();
+                warpgroup_wait<0>(products[j]);
             }
-            warpgroup_commit();
-            warpgroup_wait<0>(products[j]);
         }
     }
 

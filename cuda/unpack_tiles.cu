@@ -69,6 +69,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unpack_tiles(const __gr
     constexpr int runs = TILE_TOKENS / 32;
     static_assert(WARPS == blocks, "a warp for each block of 16 tokens");
     const TileHalves halves = {call.halves + (u64)blockIdx.x * (2 * TILE_HALVES_BYTES)};
-    unpack_keys(halves, stage, stage + KEY_RANGES_AT, warp, 0, 1, lane);
+    unpack_keys(halves, stage, stage + KEY_RANGES_AT, warp, KeyBlocks(), lane);
     unpack_values(halves, stage + VALUES_AT, stage + VALUE_RANGES_AT, warp % runs, warp / runs, WARPS / runs, lane);
 }

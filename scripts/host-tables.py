@@ -143,6 +143,8 @@ def tables():
     yield parts("decode-8b-w4", [(1, 1024), (8, 32768), (64, 8192)], [*some, "kivi:2"])
     yield rates("decode-smollm2", batches, [1024, 4096, 8000])
     yield parts("decode-smollm2", [(1, 1024), (64, 8000)], some)
+    yield rates("decode-qwen", batches, [1024, 8192, 32000])
+    yield parts("decode-qwen", [(1, 1024), (1, 32000), (8, 32000), (64, 8192), (64, 32000)], [*some, "kivi:2"])
     yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g-w4"))
     yield from (budgets(f"throughput-7b-{prompt}") for prompt in ("8960", "17920", "140gb-w4"))
     yield budget_sums("throughput-7b-8960")

@@ -97,12 +97,23 @@ __device__ __forceinline__ RangePair value_range_pair(u32 ranges, int token, int
     }
 }
 
-// Unpacks keys of 16 tokens, every `step`-th block of channels from `first` on. Loads of keys are at `from`.
+// Blocks of channels of a token's keys, and steps of 16 channels of a block.
+constexpr int UNPACKED_KEY_BLOCKS = KEY_BITS == 16 ? CHANNEL_STEPS : KEY_BLOCKS;
+constexpr int KEY_BLOCK_STEPS = CHANNEL_STEPS / UNPACKED_KEY_BLOCKS;
+
+// Every `step`-th block of channels from `first` on, before `end`.
+struct KeyBlocks {
+    int first = 0;
+    int step = 1;
+    int end = UNPACKED_KEY_BLOCKS;
+};
+
+// Unpacks keys of 16 tokens. Loads of keys are at `from`.
 template <typename Halves>
-__device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 ranges, int m, int first, int step, int lane) {
+__device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 ranges, int m, KeyBlocks blocks, int lane) {
     if constexpr (KEY_BITS == 16) {
 #pragma unroll Halves::UNROLLED
-        for (int f = first; f < CHANNEL_STEPS; f += step) {
+        for (int f = blocks.first; f < blocks.end; f += blocks.step) {
             const uint4 load = load_key_halves(from + m * (CHANNEL_STEPS * LOAD_BYTES), f, lane);
             const u32 words[4] = {load.x, load.y, load.z, load.w};
             to.put_keys(m, f, words, lane);
@@ -118,7 +129,7 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
         of_tokens[1] = key_range_pair(ranges, 16 * m + g + 8, 0);
     }
 #pragma unroll Halves::UNROLLED
-    for (int f = first; f < KEY_BLOCKS; f += step) {
+    for (int f = blocks.first; f < blocks.end; f += blocks.step) {
         const int block = m * KEY_BLOCKS + f;
         const uint4 load = load_shared_16(from + block / KEY_PLANES * LOAD_BYTES);
         uint4 top = load;

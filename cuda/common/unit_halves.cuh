@@ -74,7 +74,8 @@ __device__ __forceinline__ void unpack_unit(u32 to, u32 stage, int unit, int war
     constexpr int runs = UNIT_TOKENS / 32;
     static_assert(WARPS % steps == 0 && WARPS % runs == 0, "a warp stays with its tokens");
     const UnitHalves halves = {to};
-    unpack_keys(halves, stage, stage + KEY_RANGES_AT, unit * steps + warp % steps, warp / steps, WARPS / steps, lane);
+    const KeyBlocks blocks = {warp / steps, WARPS / steps};
+    unpack_keys(halves, stage, stage + KEY_RANGES_AT, unit * steps + warp % steps, blocks, lane);
     unpack_values(halves, stage + VALUES_AT, stage + VALUE_RANGES_AT, unit * runs + warp % runs, warp / runs,
                   WARPS / runs, lane);
     // The tensor cores read the halves asynchronously.

@@ -19,7 +19,7 @@ LAYERS, HEADS, KV_HEADS, CHANNELS = 32, 32, 8, 128
 DTYPE = torch.bfloat16
 PART = 1024
 QUANTIZED = ("hqq", "quanto")
-GRAPHS = "graphs:"
+GRAPHS, COMPILED = "graphs:", "compiled:"
 SDPA = [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.CUDNN_ATTENTION]
 
 
@@ -255,10 +255,10 @@ def end_to_end(model, batch, tokens, steps, kind, argument):
     torch.cuda.empty_cache()
     before = free_bytes()
     dense = kind == "DynamicCache" or kind in QUANTIZED
-    recipe = kind.removeprefix(GRAPHS)
+    recipe = kind.removeprefix(GRAPHS).removeprefix(COMPILED)
     kvpack.hf.disable(model) if dense else kvpack.hf.enable(model, recipe)
     if recipe != kind:
-        kvpack.hf.use_graphs(model)
+        kvpack.hf.use_graphs(model, compiler=torch.compile if kind.startswith(COMPILED) else None)
     past = cache_of(model, recipe, batch, tokens)
     torch.cuda.empty_cache()  # of what filled the cache
     held = before - free_bytes()
@@ -283,7 +283,7 @@ def main():
     parser.add_argument("parts", nargs="*", default=["host", "attention", "model"])
     parser.add_argument("--sizes", default="1x8192,1x32768,8x32768,1x131072", help="batch x tokens, with commas")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--caches", default=f"DynamicCache,saw-int4,{GRAPHS}saw-int4",
+    parser.add_argument("--caches", default=f"DynamicCache,saw-int4,{GRAPHS}saw-int4,{COMPILED}saw-int4",
                         help=f"of the model; also {', '.join(QUANTIZED)}")
     parser.add_argument("--no-cudnn", action="store_true", help="let SDPA use no cuDNN kernels")
     given = parser.parse_args()

@@ -1,12 +1,15 @@
 """Decoding steps of models of transformers in CUDA graphs: see ``kvpack.hf.use_graphs``."""
 
+import contextlib
 import functools
+import sys
 
 import torch
 
 from ._kvpack import Error
 
 _CACHES = ("past_key_values", "cache")  # versions of transformers differ
+_ROTATION = "apply_rotary_pos_emb"  # of the file of a model
 _COPIED = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 
 
@@ -14,13 +17,15 @@ class Graphs:
     """The forward pass of a decoder, replayed from graphs where a batch decodes one token each.
 
     A graph belongs to a cache and to a number of steps (``kvpack.Step.graph``). The first step of a number runs without
-    a graph, so that libraries allocate what they need; the second is captured.
+    a graph, so that libraries allocate what they need; the second is captured. Both use what is compiled, if anything
+    is.
     """
 
-    def __init__(self, decoder, new_tokens):
+    def __init__(self, decoder, new_tokens, compiled=None):
         self.decoder = decoder
         self.forward = decoder.forward
         self.new_tokens = new_tokens
+        self.compiled = compiled
         self.refused = None
         """Why the model runs without graphs, if it cannot be captured."""
 
@@ -38,7 +43,7 @@ class Graphs:
         step = None if held is None else self.begin(held, tensors, kwargs)
         kept = None if step is None else self.kept(held, step, tensors, kwargs)
         if kept is None:
-            return self.forward(*args, **kwargs)
+            return self.forward(*args, **kwargs) if step is None else self.before_graph(args, kwargs)
         try:
             for name, to in kept.inputs.items():
                 to.copy_(tensors[name])
@@ -52,6 +57,17 @@ class Graphs:
             step.abandon()  # does nothing after the commit
         cache = next(kwargs[name] for name in _CACHES if kwargs.get(name) is not None)
         return kept.kind(last_hidden_state=kept.hidden.clone(), **dict.fromkeys(kept.caches, cache))
+
+    def before_graph(self, args, kwargs):
+        """The step before one that is captured. What it needs is compiled here, which no capture allows."""
+        if self.compiled is None or self.refused is not None:
+            return self.forward(*args, **kwargs)
+        try:
+            with self.compiled.used():
+                return self.forward(*args, **kwargs)
+        except Exception as failed:  # of the compiler; what the step stored is rolled back by the next one
+            self.refused = f"{type(failed).__name__}: {failed}"
+            return self.forward(*args, **kwargs)
 
     def parts(self, args, kwargs):
         """What holds the cache, and the tensors of the call, if it is one that a graph may replay."""
@@ -98,7 +114,8 @@ class Graphs:
         given = {**kwargs, **kept.inputs, "attention_mask": None}
 
         def layers():
-            kept.take(self.forward(**given))
+            with contextlib.nullcontext() if self.compiled is None else self.compiled.used():
+                kept.take(self.forward(**given))
 
         held.open(step)
         try:
@@ -135,6 +152,40 @@ class Graphs:
 
     def finish(self, step):
         step.replayed()
+
+
+class Compiled:
+    """The parts of a decoder that a compiler takes: norms, the blocks behind attention, and the function that rotates
+    queries and keys. Parts of one class share a function. The model uses them within ``used`` only: prompts, and what
+    else runs the model's own code, do not notice.
+    """
+
+    def __init__(self, decoder, attention, compiler):
+        holds = lambda module: any(part in attention for part in module.modules())
+        parts = [part for module in decoder.modules() if holds(module) for part in module.children()
+                 if not holds(part) and _is_worth_compiling(part)]
+        functions = {kind: compiler(kind.forward) for kind in dict.fromkeys(map(type, parts))}
+        homes = dict.fromkeys(sys.modules[type(module).__module__] for module in attention)
+        self.replaced = [(part, "forward", functools.partial(functions[type(part)], part)) for part in parts]
+        self.replaced += [(home, _ROTATION, compiler(getattr(home, _ROTATION))) for home in homes
+                          if hasattr(home, _ROTATION)]
+
+    @contextlib.contextmanager
+    def used(self):
+        before = [(of, name, vars(of).get(name)) for of, name, _ in self.replaced]
+        try:
+            for of, name, function in self.replaced:
+                setattr(of, name, function)
+            yield
+        finally:
+            for of, name, function in before:
+                delattr(of, name) if function is None else setattr(of, name, function)
+
+
+def _is_worth_compiling(module):
+    """Whether a module has more than one kernel. What changed the ``forward`` of a module keeps it."""
+    alone = (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList)
+    return not isinstance(module, alone) and "forward" not in vars(module) and any(True for _ in module.parameters())
 
 
 class Kept:

@@ -285,19 +285,35 @@ def enable(model, recipe):
     return model
 
 
-def use_graphs(model):
+def use_graphs(model, compiler=None):
     """Lets a model that ``enable`` took replay its decoding from CUDA graphs: where each row of a batch has one new
     token, its layers are launched at once. Returns the model.
 
     A graph is captured for a cache in its second such step, and again where its memory grows: that takes longer than a
     step. Models that cannot be captured, such as those that choose experts on the host, go on without graphs;
     ``why_no_graphs`` says why. The forward pass of the decoder must depend on its arguments and weights alone.
+
+    ``compiler=torch.compile`` fuses the small kernels of these steps: norms, rotations of queries and keys, and the
+    blocks behind attention are compiled where they are captured, and nowhere else. It may be any function that takes a
+    function and returns one that computes the same. Fused kernels round less often, so logits move within the noise of
+    their type.
     """
     if not hasattr(model, "_kvpack_attention"):
         raise kvpack.Error("use_graphs: call kvpack.hf.enable(model, recipe) first")
-    if not hasattr(model, "_kvpack_graphs"):
-        model._kvpack_graphs = _graphs.Graphs(model.get_decoder(), _new_tokens)
+    if compiler is not None and not callable(compiler):
+        raise kvpack.Error(f"use_graphs: compiler= takes a function such as torch.compile, not {compiler!r}")
+    _without_graphs(model)
+    decoder = model.get_decoder()
+    attention = [module for module in decoder.modules() if hasattr(module, "_kvpack_plan")]
+    compiled = None if compiler is None else _graphs.Compiled(decoder, attention, compiler)
+    model._kvpack_graphs = _graphs.Graphs(decoder, _new_tokens, compiled)
     return model
+
+
+def _without_graphs(model):
+    if hasattr(model, "_kvpack_graphs"):
+        model._kvpack_graphs.remove()
+        del model._kvpack_graphs
 
 
 def why_no_graphs(model):
@@ -307,9 +323,7 @@ def why_no_graphs(model):
 
 def disable(model):
     """Takes ``enable`` and ``use_graphs`` back. Returns the model."""
-    if hasattr(model, "_kvpack_graphs"):
-        model._kvpack_graphs.remove()
-        del model._kvpack_graphs
+    _without_graphs(model)
     if hasattr(model, "_kvpack_attention"):
         del model._prepare_cache_for_generation
         model.set_attn_implementation(model._kvpack_attention)

@@ -13,7 +13,7 @@
 // set by plans: HEAD_DIM
 
 // import pack/call.wgsl
-// import pack/tile.wgsl
+// import pack/tile.wgsl#places
 // import pack/half.wgsl
 // import rows = pack/rows.wgsl#f32
 // import row = pack/row.wgsl#plain

@@ -16,7 +16,7 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import pack/tile.wgsl
+// import pack/tile.wgsl#places
 // import field = pack/field.wgsl#codes
 
 const ADDS: u32 = 0u;

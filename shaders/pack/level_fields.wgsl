@@ -22,7 +22,6 @@ fn level_value(field: u32) -> f32 {
 // set by plans: LEVEL_BITS, LEVELS, LEVELS_LOW, LEVELS_HIGH, BOUNDARIES_LOW, BOUNDARIES_HIGH
 
 // import pack/half.wgsl
-// import pack/levels.wgsl
 
 const LEVEL_BITS: u32 = 4u;
 // Levels above 0, and the boundaries above 0 between them.
@@ -50,5 +49,12 @@ fn level_field(value: f32, norm: f32) -> u32 {
 
 // The level of a field, relative to the norm. Higher bits are ignored.
 fn level_value(field: u32) -> f32 {
-    return levels_of(vec4<u32>(field), LEVEL_BITS, LEVELS_LOW, LEVELS_HIGH).x;
+    // A field is the code minus the middle one, in two's complement. The top bit is the sign, and below 0 the distance
+    // counts from -1. Levels below 0 are the negatives of those above.
+    let negative = (field >> (LEVEL_BITS - 1u)) & 1u;
+    let index = (field ^ (0u - negative)) & ((1u << (LEVEL_BITS - 1u)) - 1u);
+    let four = select(LEVELS_HIGH, LEVELS_LOW, index < 4u);
+    let two = select(four.zw, four.xy, (index & 2u) == 0u);
+    let level = select(two.y, two.x, (index & 1u) == 0u);
+    return bitcast<f32>(bitcast<u32>(level) ^ (negative << 31u));
 }

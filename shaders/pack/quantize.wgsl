@@ -15,7 +15,7 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import pack/tile.wgsl
+// import pack/tile.wgsl#places
 // import rows = pack/rows.wgsl#f32
 // import field = pack/field.wgsl#codes
 

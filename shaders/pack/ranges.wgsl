@@ -26,7 +26,7 @@ fn stored_range(place: Place, kv_head: u32, token: u32, channel: u32) -> vec2<f3
 // gives: stored_range
 // binds: 3 ranges
 
-// import pack/grouping.wgsl
+// import pack/tile.wgsl#grouping
 
 @group(0) @binding(3) var<storage, read> ranges: array<u32>;
 

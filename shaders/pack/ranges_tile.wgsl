@@ -18,7 +18,7 @@
 // import pack/call.wgsl
 // import rows = pack/rows.wgsl#f32
 // import pack/half.wgsl
-// import pack/grouping.wgsl
+// import pack/tile.wgsl#grouping
 // import pack/code_range.wgsl
 
 const BITS: u32 = 4u;

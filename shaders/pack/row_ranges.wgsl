@@ -16,7 +16,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {}
 // gives: stored_range, store_row_ranges
 // binds: 3 ranges
 
-// import pack/grouping.wgsl
+// import pack/tile.wgsl#grouping
 
 @group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
 

@@ -80,7 +80,7 @@ fn element(index: u32) -> f32 {
 // binds: 1 rows
 
 // import pack/half.wgsl
-// import pack/f16_tile.wgsl
+// import pack/tile.wgsl#f16
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
 
@@ -105,7 +105,7 @@ fn element(index: u32) -> f32 {
 // binds: 1 rows
 
 // import pack/half.wgsl
-// import pack/f16_tile.wgsl
+// import pack/tile.wgsl#f16
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
 

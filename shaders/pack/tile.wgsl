@@ -1,4 +1,8 @@
-// The places of elements in a tile: the layout of `format::tile`.
+// Tiles: the layout of `format::tile`.
+
+// -------- places --------
+
+// The places of elements in a tile.
 //
 // A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //
@@ -99,4 +103,49 @@ fn place_of(token: u32, channel: u32) -> vec2<u32> {
 fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
     let at = element_place(token, channel);
     return vec2<u32>(tile_word(at.z, at.y / 8u * 3u + 2u), 8u * at.x + at.y % 8u);
+}
+
+// -------- f16 --------
+
+// The places of halves in a tile of f16.
+//
+// needs: TILE_TOKENS, call, half_to_single
+// gives: f16_tile_words, f16_word, f16_bits
+
+// Words of one load.
+const F16_VECTOR: u32 = 4u;
+
+fn f16_tile_words() -> u32 {
+    return TILE_TOKENS / 2u * call.head_dim;
+}
+
+// Word of the tile that is word `word` of run `run`, of `runs` runs.
+fn f16_word(run: u32, runs: u32, word: u32) -> u32 {
+    return (word / F16_VECTOR * runs + run) * F16_VECTOR + word % F16_VECTOR;
+}
+
+// One half of a word as the bits of an f32.
+fn f16_bits(word: u32, half: u32) -> u32 {
+    return half_to_single((word >> (16u * half)) & 0xffffu);
+}
+
+// -------- grouping --------
+
+// The elements of a tile that share a range: `format::Grouping`. 1 is a channel over consecutive tokens, 2 is a token,
+// 3 is a token over consecutive channels.
+//
+// needs: TILE_TOKENS, call
+// gives: GROUPING, range_index
+// set by plans: GROUPING
+
+const GROUPING: u32 = 1u;
+
+fn range_index(token: u32, channel: u32) -> u32 {
+    if (GROUPING == 1u) {
+        return token / call.group * call.head_dim + channel;
+    }
+    if (GROUPING == 2u) {
+        return token;
+    }
+    return channel / call.group * TILE_TOKENS + token;
 }

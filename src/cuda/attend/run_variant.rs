@@ -51,7 +51,8 @@ const LEAST_REGISTER_ROWS: usize = 16;
 const MOST_REGISTER_ROWS: usize = 64;
 const REGISTER_CHANNELS: [usize; 3] = [64, 128, 256];
 
-/// Warpgroups of a block of `attend_drafts`, and stages of each, the best first. Three leave registers for 32 rows.
+/// Warpgroups of a block of `attend_drafts`, and stages of each, the best first. Three leave registers for 32 rows, but
+/// not for the two loads that 3-bit codes come from.
 const DRAFT_GROUPS: [(usize, usize); 6] = [(3, 4), (3, 3), (3, 2), (2, 4), (2, 3), (2, 2)];
 
 /// Threads of `attend_run_pipelined` that copy.
@@ -175,7 +176,8 @@ impl RunVariant {
         if !serves || rows > most || !REGISTER_CHANNELS.contains(&pages.head_dim) {
             return None;
         }
-        let many_registers = rows > MOST_REGISTER_ROWS / 2 || pages.head_dim > MOST_CHANNELS;
+        let three_bits = pages.key.bits == 3 || pages.value.bits == 3;
+        let many_registers = rows > MOST_REGISTER_ROWS / 2 || pages.head_dim > MOST_CHANNELS || three_bits;
         let sizes = DRAFT_GROUPS.into_iter().filter(|&(groups, _)| groups == 2 || !many_registers);
         let variants = sizes.map(|(groups, stages)| Self {
             pages,

@@ -286,7 +286,7 @@ pub(crate) fn with_range_rule(variant: Variant, format: &TensorFormat) -> Varian
     variant.constant("SYMMETRIC", usize::from(symmetric))
 }
 
-/// `GROUPING` of `pack/grouping.wgsl`.
+/// `GROUPING` of `pack/tile.wgsl`.
 pub(crate) fn grouping_constant(grouping: Grouping) -> usize {
     match grouping {
         Grouping::Channel => 0,

@@ -154,10 +154,10 @@ fn rounded(x: f32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/tile.wgsl
+// shaders/pack/tile.wgsl#places
 // ----------------------------------------------------------------------------------------------------
 
-// The places of elements in a tile: the layout of `format::tile`.
+// The places of elements in a tile.
 //
 // A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //
@@ -595,35 +595,6 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 // set by plans: LEVEL_BITS, LEVELS, LEVELS_LOW, LEVELS_HIGH, BOUNDARIES_LOW, BOUNDARIES_HIGH
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/levels.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Levels of a codebook: `format::Codebook`. Levels above 0 are constants, ascending; the others are their negatives.
-//
-// gives: levels_of
-
-// The levels of four stored fields of `bits` bits, relative to the norm of their row. `low` holds the four levels above
-// 0 that are nearest to it, and `high` the next four, if there are that many.
-fn levels_of(fields: vec4<u32>, bits: u32, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
-    // A field is the code minus the middle one, in two's complement. The top bit is the sign, and below 0 the distance
-    // counts from -1.
-    let negative = (fields >> vec4<u32>(bits - 1u)) & vec4<u32>(1u);
-    let index = (fields ^ (vec4<u32>(0u) - negative)) & vec4<u32>((1u << (bits - 1u)) - 1u);
-    let odd = (index & vec4<u32>(1u)) != vec4<u32>(0u);
-    var level = select(vec4<f32>(low.x), vec4<f32>(low.y), odd);
-    if (bits > 2u) {
-        let upper = (index & vec4<u32>(2u)) != vec4<u32>(0u);
-        level = select(level, select(vec4<f32>(low.z), vec4<f32>(low.w), odd), upper);
-        if (bits > 3u) {
-            let near = select(vec4<f32>(high.x), vec4<f32>(high.y), odd);
-            let far = select(vec4<f32>(high.z), vec4<f32>(high.w), odd);
-            level = select(level, select(near, far, upper), (index & vec4<u32>(4u)) != vec4<u32>(0u));
-        }
-    }
-    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(level) ^ (negative << vec4<u32>(31u)));
-}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/pack/level_fields.wgsl#levels
 // ----------------------------------------------------------------------------------------------------
 
@@ -653,7 +624,14 @@ fn level_field(value: f32, norm: f32) -> u32 {
 
 // The level of a field, relative to the norm. Higher bits are ignored.
 fn level_value(field: u32) -> f32 {
-    return levels_of(vec4<u32>(field), LEVEL_BITS, LEVELS_LOW, LEVELS_HIGH).x;
+    // A field is the code minus the middle one, in two's complement. The top bit is the sign, and below 0 the distance
+    // counts from -1. Levels below 0 are the negatives of those above.
+    let negative = (field >> (LEVEL_BITS - 1u)) & 1u;
+    let index = (field ^ (0u - negative)) & ((1u << (LEVEL_BITS - 1u)) - 1u);
+    let four = select(LEVELS_HIGH, LEVELS_LOW, index < 4u);
+    let two = select(four.zw, four.xy, (index & 2u) == 0u);
+    let level = select(two.y, two.x, (index & 1u) == 0u);
+    return bitcast<f32>(bitcast<u32>(level) ^ (negative << 31u));
 }
 
 // ----------------------------------------------------------------------------------------------------

@@ -154,10 +154,10 @@ fn rounded(x: f32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/tile.wgsl
+// shaders/pack/tile.wgsl#places
 // ----------------------------------------------------------------------------------------------------
 
-// The places of elements in a tile: the layout of `format::tile`.
+// The places of elements in a tile.
 //
 // A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //
@@ -645,10 +645,10 @@ fn other_rounded(x: f32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/tile.wgsl
+// shaders/pack/tile.wgsl#places
 // ----------------------------------------------------------------------------------------------------
 
-// The places of elements in a tile: the layout of `format::tile`.
+// The places of elements in a tile.
 //
 // A tile consists of runs of words: a token's row for keys, a channel's column for values. BITS 16 is f16.
 //

@@ -11,15 +11,17 @@ use super::{View, add_product};
 /// Columns that are factored at once.
 const BLOCK: usize = 64;
 
+/// Columns of an inverse that are computed at once.
+const STRIPE: usize = 8 * BLOCK;
+
 /// U `[n, n]` of a symmetric H `[n, n]`, of which the lower triangle is read. `None` where H is not positive definite.
 pub fn inverse_factor(hessian: &[f64], n: usize) -> Option<Vec<f64>> {
     let mut factor = vec![0.0; n * n];
-    for row in 0..n {
-        for column in 0..=row {
-            // The lower triangle of J·H·J is the upper one of H, reversed.
-            factor[row * n + column] = hessian[(n - 1 - column) * n + (n - 1 - row)];
-        }
-    }
+    factor.par_chunks_exact_mut(n).enumerate().for_each(|(row, values)| {
+        // The lower triangle of J·H·J is the upper one of H, reversed.
+        let of_column = |column: usize| hessian[(n - 1 - column) * n + (n - 1 - row)];
+        values[..=row].iter_mut().enumerate().for_each(|(column, value)| *value = of_column(column));
+    });
     cholesky(&mut factor, n)?;
     let inverse = lower_inverse(&factor, n);
     drop(factor);
@@ -81,9 +83,12 @@ fn lower_inverse(lower: &[f64], n: usize) -> Vec<f64> {
         // Row block i of the inverse: L_ii⁻¹ · (1 - Σ L_ik · X_k).
         sums.clear();
         sums.resize(width * end, 0.0);
-        if start > 0 {
-            let left = View::new(&lower[start * n..], width, start, n);
-            add_product(&mut sums, end, -1.0, left, View::new(&inverse, start, start, n));
+        // Columns of X are 0 above their diagonal.
+        for from in (0..start).step_by(STRIPE) {
+            let (to, depth) = ((from + STRIPE).min(start), start - from);
+            let left = View::new(&lower[start * n + from..], width, depth, n);
+            let right = View::new(&inverse[from * n + from..], depth, to - from, n);
+            add_product(&mut sums[from..], end, -1.0, left, right);
         }
         for row in 0..width {
             sums[row * end + start + row] = 1.0;
@@ -121,7 +126,7 @@ mod tests {
     /// U is upper triangular with a positive diagonal, and UᵀU·H is 1.
     #[test]
     fn the_factor_is_that_of_the_inverse() {
-        for n in [1, 2, 3, 63, 64, 65, 200] {
+        for n in [1, 2, 3, 63, 64, 65, 200, 700] {
             let matrix = positive(n, n as u64);
             let upper = inverse_factor(&matrix, n).unwrap();
             let mut inverse = vec![0.0; n * n];

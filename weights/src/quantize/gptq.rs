@@ -1,6 +1,8 @@
 //! GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv
 //! 2210.17323, Algorithm 1, as IST-DASLab/gptq computes it, in f64.
 
+use rayon::prelude::*;
+
 use super::grid::{Grid, Levels, RangeRule};
 use super::hessian::Hessian;
 use super::matrix::Matrix;
@@ -98,7 +100,7 @@ pub(super) struct Prepared {
     pub dead: Vec<bool>,
     /// U `[K, K]` in that order.
     pub upper: Vec<f64>,
-    damping: f64,
+    pub damping: f64,
 }
 
 impl Prepared {
@@ -127,12 +129,12 @@ impl Prepared {
         let mut damping = options.damping;
         loop {
             let mut matrix = vec![0.0; n * n];
-            for (i, &of_row) in order.iter().enumerate() {
-                for (j, &of_column) in order[..i].iter().enumerate() {
-                    matrix[i * n + j] = hessian.at(of_row as usize, of_column as usize);
+            matrix.par_chunks_exact_mut(n).zip(&order).enumerate().for_each(|(i, (row, &of_row))| {
+                for (value, &of_column) in row.iter_mut().zip(&order[..i]) {
+                    *value = hessian.at(of_row as usize, of_column as usize);
                 }
-                matrix[i * n + i] = diagonal[of_row as usize] + damping * mean;
-            }
+                row[i] = diagonal[of_row as usize] + damping * mean;
+            });
             if let Some(upper) = inverse_factor(&matrix, n) {
                 return Ok(Self { order, dead, upper, damping });
             }
