@@ -60,6 +60,7 @@ files![
     "attend/rotated_rows.wgsl",
     "attend/run_arrivals.wgsl",
     "attend/run_ends.wgsl",
+    "attend/run_factors.wgsl",
     "attend/run_keys.wgsl",
     "attend/run_outputs.wgsl",
     "attend/run_tiles.wgsl",
