@@ -29,21 +29,20 @@
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: scores, factors, store_keys, store_values
+// gives: scores, share, store_keys, store_values
 
 // import attend/run_tiles.wgsl
 // import attend/states.wgsl#states
 // import attend/run_ends.wgsl
 // import run_arrivals = attend/run_arrivals.wgsl#by_turns
 // import run_outputs = attend/run_outputs.wgsl#plain
+// import run_factors = attend/run_factors.wgsl#own
 
 // [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;
 var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW - 2u>;
-var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW - 1u>;
+var<workgroup> scores: array<vec4<f32>, SCORES>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW - 2u>;
-// Factors of the sums of a row: before more is added, and at the end.
-var<workgroup> factors: array<f32, ROWS>;
 // Whether rows of a subgroup moved their references in this step.
 var<workgroup> moved: array<vec4<u32>, SUBGROUPS / 4u>;
 
@@ -54,6 +53,8 @@ var<private> row_tokens: u32;
 var<private> unit: f32;
 var<private> reference: f32;
 var<private> weight_sum: f32;
+// The weights of its tokens at the end, without a sink.
+var<private> share: f32;
 
 // Stores the loaded keys or values where products read them.
 fn store_keys(step: u32, invocation: u32) {
@@ -147,7 +148,7 @@ fn weigh(step: u32, least: u32, team: u32, lane: u32) {
     }
     weight_sum = weight_sum * factor + sum;
     if (lane < OWN_ROWS) {
-        factors[row] = factor;
+        keep_factor(row, factor);
     }
     if (lane == 0u) {
         moved[team / 4u][team % 4u] = select(0u, 1u, moves);
@@ -177,7 +178,7 @@ fn move_sums(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, la
             // unroll
             for (var i = 0u; i < ROW_SCORES; i++) {
                 let row = team * OWN_ROWS + lane;
-                scores[row * SCORE_ROW + i] *= factors[row];
+                scores[row * SCORE_ROW + i] *= kept_factor(row);
             }
         }
         workgroupBarrier();
@@ -272,7 +273,9 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     take_values(&sums, team, lane);
     if (lane < OWN_ROWS) {
         let lse = (reference + log2(weight_sum) + constants.y) * LN_2;
-        factors[own_row] = end_row(kept_item(), y, own_row, weight_sum, lse);
+        let end = end_row(kept_item(), y, own_row, weight_sum, lse);
+        keep_factor(own_row, end.x);
+        share = end.y;
     }
     workgroupBarrier();
     write_outputs(&sums, kept_item(), y, team, lane);

@@ -14,7 +14,7 @@
 //
 // Memory and bounds are those of `attend_run`. The reference of a row moves when its subgroup votes for it.
 //
-// gives: BLOCK_SCORES, scores, factors
+// gives: BLOCK_SCORES, scores, factors, shares
 // set by plans: TILE_BUFFERS
 
 // import attend/run_tiles.wgsl
@@ -36,13 +36,15 @@ var<workgroup> scores: array<vec4<f32>, SUBGROUPS * BLOCK_SCORES>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW>;
 
 // For the lane's row of every block: the tokens of the item that it sees, the factor of its products, the reference,
-// the factor of its sums when the reference moves, the sum of the lane's weights, and the factor of its sums at the end.
+// the factor of its sums when the reference moves, the sum of the lane's weights, and at the end the factor of its sums
+// and the weights of its tokens, without a sink.
 var<private> row_tokens: array<u32, ROW_BLOCKS>;
 var<private> unit: array<f32, ROW_BLOCKS>;
 var<private> reference: array<f32, ROW_BLOCKS>;
 var<private> factor: array<f32, ROW_BLOCKS>;
 var<private> weight_sum: array<f32, ROW_BLOCKS>;
 var<private> factors: array<f32, ROW_BLOCKS>;
+var<private> shares: array<f32, ROW_BLOCKS>;
 
 // Stores the loaded keys or values where products read them.
 fn store_keys(step: u32, invocation: u32) {
@@ -268,7 +270,9 @@ fn attend_run_apart(@builtin(workgroup_id) group: vec3<u32>, numbering: Numberin
     for (var block = 0u; block < ROW_BLOCKS; block++) {
         let total = weight_sum[block] + subgroupShuffleXor(weight_sum[block], 16u);
         let lse = (reference[block] + log2(total) + bias[block]) * LN_2;
-        factors[block] = end_row(kept_item(), y, team * OWN_ROWS + block * 16u + lane % 16u, total, lse);
+        let end = end_row(kept_item(), y, team * OWN_ROWS + block * 16u + lane % 16u, total, lse);
+        factors[block] = end.x;
+        shares[block] = end.y;
     }
     write_outputs(&sums, kept_item(), y, team, lane);
 }

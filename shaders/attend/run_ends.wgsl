@@ -42,19 +42,20 @@ fn kept_item() -> WorkItem {
     return item;
 }
 
-// Writes the log-sum-exp of a row, and gives the factor of its sums.
-fn end_row(item: WorkItem, y: u32, row: u32, weight_sum: f32, lse: f32) -> f32 {
+// Writes the log-sum-exp of a row, and gives the factor of its sums, and what share of the weights its tokens have: all
+// but that of a sink.
+fn end_row(item: WorkItem, y: u32, row: u32, weight_sum: f32, lse: f32) -> vec2<f32> {
     // A row that sees no token of the item has no weights, and a state that weighs nothing.
     let factor = select(1f, 1f / weight_sum, weight_sum > 0f);
     if (item.states > 0u) {
         write_state_lse(item, y, row, lse);
-        return factor;
+        return vec2<f32>(factor, 1f);
     }
-    let joined = add_sink(Joined(vec4<f32>(factor), 1f, lse), query_head(y, row));
+    let joined = add_sink(Joined(vec4<f32>(factor, 1f, 0f, 0f), 1f, lse), query_head(y, row));
     if (head_exists(item, y, row)) {
         write_row_lse(input_row(item, y, row), joined.largest + log(joined.weight_sum));
     }
-    return joined.sum.x / joined.weight_sum;
+    return joined.sum.xy / joined.weight_sum;
 }
 
 // Writes four channels of a row.

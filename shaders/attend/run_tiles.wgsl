@@ -102,6 +102,7 @@ fn load_keys(step: u32, tiles: u32, invocation: u32) {
 
 fn load_values(step: u32, tiles: u32, invocation: u32) {
     let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
+    load_ranges(tile_base, step % TILE_STEPS, invocation);
     // unroll
     for (var i = 0u; i < LOADS; i++) {
         let at = min(i * INVOCATIONS + INVOCATIONS - 1u - invocation, EIGHTS_OF_STEP - 1u);

@@ -7,8 +7,16 @@
 //   fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord
 //     tokens 2 vector + i / 4 + 32 (i % 4) of a tile, i below 8
 //   fn value_halves(word: ValueWord, vector: u32) -> Eight
-//   fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32>
-//     outputs of four channels, of the weighted mean of the halves
+//   fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32>
+//     outputs of four channels, of the weighted sum of the halves and the sum of the weights, which is 1 without a sink
+//
+// gives: load_ranges, store_ranges
+
+// Loads the ranges of the 16 tokens of a step, and stores them a barrier before codes become halves. Choices that read
+// ranges with the codes, or have none, do nothing.
+fn load_ranges(tile_base: u32, step: u32, invocation: u32) {}
+
+fn store_ranges(invocation: u32) {}
 
 // -------- channel --------
 
@@ -36,14 +44,14 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return code_halves(word, vector, VALUE_BITS, CODES + f16(VALUE_MIDDLE));
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
     let base = (slot * KV_HEADS + kv_head) * HEAD_DIM + channel;
     var output: vec4<f32>;
     // unroll
     for (var i = 0u; i < 4u; i++) {
         let range = value_span_ranges[base + i];
-        output[i] = range.x * (mean[i] + f32(VALUE_MIDDLE)) + range.y;
+        output[i] = range.x * (mean[i] + f32(VALUE_MIDDLE) * share) + range.y * share;
     }
     return output;
 }
@@ -77,14 +85,14 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return code_halves(word, SIGNED_CODES);
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
     let base = (slot * KV_HEADS + kv_head) * HEAD_DIM + channel;
     var output: vec4<f32>;
     // unroll
     for (var i = 0u; i < 4u; i++) {
         let range = value_span_ranges[base + i];
-        output[i] = range.x * (mean[i] + 8f) + range.y;
+        output[i] = range.x * (mean[i] + 8f * share) + range.y * share;
     }
     return output;
 }
@@ -133,7 +141,7 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return Eight(fma(codes.low, scales, lowest), fma(codes.high, scales, lowest));
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     return mean;
 }
 
@@ -165,7 +173,7 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return Eight(Half4(a, b), Half4(c, d));
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     return mean;
 }
 
@@ -216,7 +224,7 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return Eight(levels.low * norms[0], levels.high * norms[1]);
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     return mean * VALUE_UNIT;
 }
 
@@ -270,7 +278,7 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return Eight(fma(codes.low, scales[0], lowest[0]), fma(codes.high, scales[1], lowest[1]));
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     return mean;
 }
 
@@ -324,6 +332,60 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return Eight(fma(codes.low, scales[0], lowest[0]), fma(codes.high, scales[1], lowest[1]));
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
+    return mean;
+}
+
+// -------- token_staged --------
+
+// Values with a range per token: v = s c + m. All channels of a token have one, so the ranges of a step lie in workgroup
+// memory. An invocation that loaded those of its eight tokens itself would keep eight more registers for a whole step.
+//
+// needs: Eight, Half4, TILE_TOKENS
+// gives: ValueWord, load_ranges, store_ranges, load_value, value_halves, run_output
+// binds: 6 value_ranges
+
+// import attend/codes.wgsl#run_value_codes
+
+alias ValueWord = vec2<u32>;
+
+// Ranges of two neighbouring tokens.
+@group(0) @binding(6) var<storage, read> value_ranges: array<vec2<u32>>;
+
+var<private> arriving_range: u32;
+
+// Of every vector of eight tokens of a step: two vectors of scales, and two of the lowest values.
+var<workgroup> step_ranges: array<Half4, 8>;
+
+fn load_ranges(tile_base: u32, step: u32, invocation: u32) {
+    // Vector place / 8 of the step, token 2 vector + place / 4 % 2 + 32 (place % 4) of the tile.
+    let place = min(invocation, 15u);
+    let vector = step * 2u + place / 8u;
+    arriving_range = value_ranges[tile_base * (TILE_TOKENS / 2u) + place % 4u * 16u + vector][place / 4u % 2u];
+}
+
+fn store_ranges(invocation: u32) {
+    if (invocation < 16u) {
+        let range = Half2(unpack2x16float(arriving_range));
+        let to = invocation / 8u * 4u + invocation / 4u % 2u;
+        step_ranges[to][invocation % 4u] = range.x;
+        step_ranges[to + 2u][invocation % 4u] = range.y;
+    }
+}
+
+fn load_value(tile_base: u32, vector: u32, channel: u32) -> ValueWord {
+    return load_value_codes(tile_base, vector, channel);
+}
+
+fn value_halves(word: ValueWord, vector: u32) -> Eight {
+    let codes = code_halves(word, vector, VALUE_BITS, CODES);
+    let at = vector % 2u * 4u;
+    return Eight(
+        fma(codes.low, step_ranges[at], step_ranges[at + 2u]),
+        fma(codes.high, step_ranges[at + 1u], step_ranges[at + 3u]),
+    );
+}
+
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     return mean;
 }

@@ -100,9 +100,10 @@ impl DecodeArgs {
                 for recipe in &self.recipes {
                     push(&mut rows, self.packed(backend, &mut host, (recipe, batch, tokens))?);
                 }
+                // Whoever stops the program keeps what was measured.
+                report::write(self.json.as_deref(), backend, &gguf.name, &rows)?;
             }
         }
-        report::write(self.json.as_deref(), backend, &gguf.name, &rows)?;
         Ok(same)
     }
 

@@ -1,6 +1,6 @@
 //! Kernel `attend_run`: many queries of a run together, with cooperative matrices.
 
-use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows, WrittenOutputs};
+use super::recipe::{AttendRecipe, RunArrivals, RunCodes, RunRows, ValueRangesOfRun, WrittenOutputs};
 use super::specialisation::{MAX_RUN_TILES, Specialisation};
 use crate::TILE_TOKENS;
 use crate::format::codebook::level_unit;
@@ -51,7 +51,7 @@ impl Specialisation<'_> {
         let limits = &self.capabilities.limits;
         let codes = [run_codes(&self.format.key, head_dim)?, run_codes(&self.format.value, head_dim)?];
         let rows = RunRows::most(head_dim);
-        let bytes = rows.workgroup_bytes(head_dim, RunArrivals::together(codes));
+        let bytes = rows.workgroup_bytes(head_dim, RunArrivals::together(codes), ValueRangesOfRun::of(codes));
         // A lane that rotates a row knows the places of its channels in advance.
         let turns = self.format.value.rotation().is_none_or(|rotation| rotation.dealt_blocks(head_dim) == 1);
         let fits = self.capabilities.matrices
@@ -70,7 +70,7 @@ impl Specialisation<'_> {
     fn run_workgroup(&self, codes: [RunCodes; 2]) -> (RunRows, RunArrivals) {
         let (head_dim, most) = (self.shape.head_dim(), RunRows::most(self.shape.head_dim()));
         let fits = |rows: RunRows, buffers: usize| {
-            let bytes = rows.workgroup_bytes(head_dim, RunArrivals::Apart(buffers));
+            let bytes = rows.workgroup_bytes(head_dim, RunArrivals::Apart(buffers), ValueRangesOfRun::of(codes));
             bytes <= self.capabilities.limits.workgroup_memory as usize
         };
         let half = RunRows { subgroups: most.subgroups / 2, ..most };
@@ -219,13 +219,18 @@ impl RunRows {
     }
 
     /// Workgroup memory of the kernel, as the shader declares it.
-    const fn workgroup_bytes(self, head_dim: usize, arrivals: RunArrivals) -> usize {
+    const fn workgroup_bytes(self, head_dim: usize, arrivals: RunArrivals, ranges: ValueRangesOfRun) -> usize {
         let keys = STEP_TOKENS * (head_dim / 4 + 2) * 8;
         let values = head_dim * 6 * 8;
         let (scores, weights) = (5 * 16, 6 * 8);
-        // Together, there is a factor for every row, and which subgroups moved their references. No padding follows the
-        // last rows of four arrays.
-        let together = self.rows() * (scores + weights + 4) + self.subgroups * 4 - 4 * 16;
+        // Together, it is known which subgroups moved their references. No padding follows the last rows of four arrays.
+        // There is a factor for every row, unless that lies in the padding of scores, which then follows their last row,
+        // and ranges of 16 tokens have room.
+        let together = self.rows() * (scores + weights) + self.subgroups * 4 - 4 * 16;
+        let together = match ranges {
+            ValueRangesOfRun::WithCodes => together + self.rows() * 4,
+            ValueRangesOfRun::Staged => together + 16 + STEP_TOKENS * 4,
+        };
         let rest = match arrivals {
             RunArrivals::ByTurns => keys + values + together,
             RunArrivals::Ahead => 2 * keys + values + together,
@@ -292,6 +297,7 @@ mod tests {
             SegmentFormat::saw_int4(),
             SegmentFormat { key: TensorFormat::F16, value: token(Bits::Four) },
             SegmentFormat { key: token(Bits::Eight), value: channel(Bits::Two).value },
+            SegmentFormat { key: token(Bits::Eight), value: token(Bits::Eight) },
             SegmentFormat { key: channel(Bits::Two).key, value: token(Bits::Eight) },
             channel(Bits::One),
         ]
@@ -318,6 +324,7 @@ mod tests {
                 let (most, arrivals) = special.run_workgroup(special.run_codes().unwrap());
                 special.queries = queries.min(most.rows() / group);
                 let rows = special.run_rows().unwrap();
+                let ranges = ValueRangesOfRun::of(special.run_codes().unwrap());
                 assert!(rows.rows() >= special.queries * group && rows.rows() <= RUN_ROWS);
                 let outputs = WrittenOutputs {
                     element_type: ElementType::Bf16,
@@ -338,7 +345,7 @@ mod tests {
                     .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
                     .map(|(_, variable)| layouter[variable.ty].size)
                     .sum();
-                assert_eq!(declared as usize, rows.workgroup_bytes(head_dim, arrivals), "{format} {queries}");
+                assert_eq!(declared as usize, rows.workgroup_bytes(head_dim, arrivals, ranges), "{format} {queries}");
                 let prepare = special.prepare_run_query(ElementType::F16).source().unwrap();
                 naga::front::wgsl::parse_str(&prepare.wgsl)
                     .unwrap_or_else(|error| panic!("{}", error.emit_to_string(&prepare.wgsl)));

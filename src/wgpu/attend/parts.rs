@@ -3,7 +3,7 @@
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
     Logits, LseOutput, Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sinks,
-    Sums, ValueRanges, Values, Work, WrittenOutputs,
+    Sums, ValueRanges, ValueRangesOfRun, Values, Work, WrittenOutputs,
 };
 use crate::format::{Bits, Direction};
 use crate::plan::{ElementType, ItemMask};
@@ -123,7 +123,7 @@ impl RunRows {
 /// words.
 fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: usize) -> Variant {
     use RunCodes::{Channel, ChannelTokens, F16, Levels, Token};
-    let four = [keys, values].iter().all(|codes| matches!(codes, F16 | Channel(Bits::Four) | Token(Bits::Four, 1)));
+    let four = [keys, values].iter().all(RunCodes::has_four_bits);
     let of_keys = |file, bits: Bits| {
         let variant = variant.clone().import("run_keys", file);
         variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_VECTOR", key_vector)
@@ -146,6 +146,10 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
         Channel(_) if four => variant.import("run_values", "attend/run_values.wgsl#channel_4bit"),
         Token(..) if four => variant.import("run_values", "attend/run_values.wgsl#token_4bit"),
         Channel(bits) => of_values("attend/run_values.wgsl#channel", bits),
+        Token(bits, _) if ValueRangesOfRun::of([keys, values]) == ValueRangesOfRun::Staged => {
+            of_values("attend/run_values.wgsl#token_staged", bits)
+                .import("run_factors", "attend/run_factors.wgsl#padded")
+        }
         Token(bits, groups) => of_values("attend/run_values.wgsl#token", bits).constant("VALUE_CHANNEL_GROUPS", groups),
         ChannelTokens(bits, groups) => {
             of_values("attend/run_values.wgsl#channel_tokens", bits).constant("VALUE_TOKEN_GROUPS", groups)

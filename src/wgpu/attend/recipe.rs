@@ -110,6 +110,32 @@ pub(crate) enum RunCodes {
     Levels(Bits, f32),
 }
 
+/// Where the ranges of values wait for their codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ValueRangesOfRun {
+    /// In the registers of the invocations that load the codes, if the values have ranges at all.
+    WithCodes,
+    /// In workgroup memory: one range per token, which all channels of a step share.
+    Staged,
+}
+
+impl ValueRangesOfRun {
+    /// Codes of 4 bits alone need few registers, and where subgroups are apart all have 4 bits.
+    pub fn of([keys, values]: [RunCodes; 2]) -> Self {
+        match values {
+            RunCodes::Token(_, 1) if ![keys, values].iter().all(RunCodes::has_four_bits) => Self::Staged,
+            _ => Self::WithCodes,
+        }
+    }
+}
+
+impl RunCodes {
+    /// Whether a word holds eight codes, for kernels in which both tensors are such.
+    pub fn has_four_bits(&self) -> bool {
+        matches!(self, Self::F16 | Self::Channel(Bits::Four) | Self::Token(Bits::Four, 1))
+    }
+}
+
 /// When loads are stored to workgroup memory: slot `run_arrivals` of `attend_run`, or `attend_run_apart`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunArrivals {

@@ -282,7 +282,7 @@ fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/half.wgsl
+// shaders/pack/half.wgsl#conversions #flagged
 // ----------------------------------------------------------------------------------------------------
 
 // IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
@@ -332,6 +332,23 @@ fn half_bits(x: f32) -> u32 {
     let middle = 1u << (shift - 1u);
     let up = remainder > middle || (remainder == middle && (quotient & 1u) == 1u);
     return sign | (quotient + u32(up));
+}
+
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
+//
+// needs: call
+// gives: flagged_element
+// binds: 5 flag
+
+@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
+
+fn flagged_element(bits: u32, token: u32) -> f32 {
+    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
+        atomicMin(&flag, token);
+        return 0f;
+    }
+    return bitcast<f32>(bits);
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -642,27 +659,6 @@ fn level_value(field: u32) -> f32 {
 
 fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
     return flagged_element(bits, place.token);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/flag_element.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
-// compared as integers, since compilers may assume that no float is NaN.
-//
-// needs: call
-// gives: flagged_element
-// binds: 5 flag
-
-@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
-
-fn flagged_element(bits: u32, token: u32) -> f32 {
-    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
-        atomicMin(&flag, token);
-        return 0f;
-    }
-    return bitcast<f32>(bits);
 }
 
 // ----------------------------------------------------------------------------------------------------

@@ -37,15 +37,13 @@ enable wgpu_cooperative_matrix;
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: scores, factors, store_keys, store_values
+// gives: scores, share, store_keys, store_values
 
 // [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;
 var<workgroup> value_tile: array<Half4, HEAD_DIM * VALUE_ROW - 2u>;
-var<workgroup> scores: array<vec4<f32>, ROWS * SCORE_ROW - 1u>;
+var<workgroup> scores: array<vec4<f32>, SCORES>;
 var<workgroup> row_weights: array<Half4, ROWS * WEIGHT_ROW - 2u>;
-// Factors of the sums of a row: before more is added, and at the end.
-var<workgroup> factors: array<f32, ROWS>;
 // Whether rows of a subgroup moved their references in this step.
 var<workgroup> moved: array<vec4<u32>, SUBGROUPS / 4u>;
 
@@ -56,6 +54,8 @@ var<private> row_tokens: u32;
 var<private> unit: f32;
 var<private> reference: f32;
 var<private> weight_sum: f32;
+// The weights of its tokens at the end, without a sink.
+var<private> share: f32;
 
 // Stores the loaded keys or values where products read them.
 fn store_keys(step: u32, invocation: u32) {
@@ -149,7 +149,7 @@ fn weigh(step: u32, least: u32, team: u32, lane: u32) {
     }
     weight_sum = weight_sum * factor + sum;
     if (lane < OWN_ROWS) {
-        factors[row] = factor;
+        keep_factor(row, factor);
     }
     if (lane == 0u) {
         moved[team / 4u][team % 4u] = select(0u, 1u, moves);
@@ -179,7 +179,7 @@ fn move_sums(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, team: u32, la
             // unroll
             for (var i = 0u; i < ROW_SCORES; i++) {
                 let row = team * OWN_ROWS + lane;
-                scores[row * SCORE_ROW + i] *= factors[row];
+                scores[row * SCORE_ROW + i] *= kept_factor(row);
             }
         }
         workgroupBarrier();
@@ -274,7 +274,9 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
     take_values(&sums, team, lane);
     if (lane < OWN_ROWS) {
         let lse = (reference + log2(weight_sum) + constants.y) * LN_2;
-        factors[own_row] = end_row(kept_item(), y, own_row, weight_sum, lse);
+        let end = end_row(kept_item(), y, own_row, weight_sum, lse);
+        keep_factor(own_row, end.x);
+        share = end.y;
     }
     workgroupBarrier();
     write_outputs(&sums, kept_item(), y, team, lane);
@@ -383,6 +385,7 @@ fn load_keys(step: u32, tiles: u32, invocation: u32) {
 
 fn load_values(step: u32, tiles: u32, invocation: u32) {
     let tile_base = tile_bases[min(step / TILE_STEPS, tiles - 1u)];
+    load_ranges(tile_base, step % TILE_STEPS, invocation);
     // unroll
     for (var i = 0u; i < LOADS; i++) {
         let at = min(i * INVOCATIONS + INVOCATIONS - 1u - invocation, EIGHTS_OF_STEP - 1u);
@@ -631,17 +634,23 @@ fn value_halves(word: ValueWord, vector: u32) -> Eight {
     return code_halves(word, SIGNED_CODES);
 }
 
-fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>) -> vec4<f32> {
+fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, share: f32) -> vec4<f32> {
     let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
     let base = (slot * KV_HEADS + kv_head) * HEAD_DIM + channel;
     var output: vec4<f32>;
     // unroll
     for (var i = 0u; i < 4u; i++) {
         let range = value_span_ranges[base + i];
-        output[i] = range.x * (mean[i] + 8f) + range.y;
+        output[i] = range.x * (mean[i] + 8f * share) + range.y * share;
     }
     return output;
 }
+
+// Loads the ranges of the 16 tokens of a step, and stores them a barrier before codes become halves. Choices that read
+// ranges with the codes, or have none, do nothing.
+fn load_ranges(tile_base: u32, step: u32, invocation: u32) {}
+
+fn store_ranges(invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/states.wgsl#states #joined
@@ -739,19 +748,20 @@ fn kept_item() -> WorkItem {
     return item;
 }
 
-// Writes the log-sum-exp of a row, and gives the factor of its sums.
-fn end_row(item: WorkItem, y: u32, row: u32, weight_sum: f32, lse: f32) -> f32 {
+// Writes the log-sum-exp of a row, and gives the factor of its sums, and what share of the weights its tokens have: all
+// but that of a sink.
+fn end_row(item: WorkItem, y: u32, row: u32, weight_sum: f32, lse: f32) -> vec2<f32> {
     // A row that sees no token of the item has no weights, and a state that weighs nothing.
     let factor = select(1f, 1f / weight_sum, weight_sum > 0f);
     if (item.states > 0u) {
         write_state_lse(item, y, row, lse);
-        return factor;
+        return vec2<f32>(factor, 1f);
     }
-    let joined = add_sink(Joined(vec4<f32>(factor), 1f, lse), query_head(y, row));
+    let joined = add_sink(Joined(vec4<f32>(factor, 1f, 0f, 0f), 1f, lse), query_head(y, row));
     if (head_exists(item, y, row)) {
         write_row_lse(input_row(item, y, row), joined.largest + log(joined.weight_sum));
     }
-    return joined.sum.x / joined.weight_sum;
+    return joined.sum.xy / joined.weight_sum;
 }
 
 // Writes four channels of a row.
@@ -810,7 +820,7 @@ fn add_sink(joined: Joined, query_head: u32) -> Joined {
 // Loads run a whole step ahead and start once the previous loads are stored. Registers suffice if a lane holds one word
 // of each, and packed words must be unpacked first anyway. With halves, four words of each, they do not suffice.
 //
-// needs: load_keys, load_values, store_keys, store_values
+// needs: load_keys, load_values, store_keys, store_ranges, store_values
 // gives: KEY_STEPS, before_steps, before_products, behind_products, before_weights, behind_weights
 
 // A subgroup stores the next keys as soon as its own products are done.
@@ -824,6 +834,7 @@ fn before_steps(tiles: u32, invocation: u32) {
 fn before_products(step: u32, tiles: u32, invocation: u32) {}
 
 fn behind_products(step: u32, tiles: u32, invocation: u32) {
+    store_ranges(invocation);
     store_keys(step + 1u, invocation);
     load_keys(step + 2u, tiles, invocation);
 }
@@ -841,7 +852,7 @@ fn behind_weights(step: u32, tiles: u32, invocation: u32) {}
 
 // Outputs of the channels as they are stored: 16 channels of all rows at a time.
 //
-// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, factors, run_output, scores, write_field
+// needs: OWN_ROWS, ROW_BLOCKS, SCORE_ROW, STEPS, Sums, WorkItem, kept_factor, run_output, scores, share, write_field
 // gives: write_outputs
 
 fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: WorkItem, y: u32, team: u32, lane: u32) {
@@ -855,11 +866,34 @@ fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Wor
         workgroupBarrier();
         // unroll
         for (var i = 0u; i < 2u * ROW_BLOCKS; i++) {
-            let row = team * OWN_ROWS + i * 8u + lane / 4u;
-            let mean = scores[row * SCORE_ROW + lane % 4u] * factors[row];
+            let own = i * 8u + lane / 4u;
+            let row = team * OWN_ROWS + own;
+            let mean = scores[row * SCORE_ROW + lane % 4u] * kept_factor(row);
             let field = step * 4u + lane % 4u;
-            write_field(item, y, row, field, run_output(item.range_slot, y, field * 4u, mean));
+            let output = run_output(item.range_slot, y, field * 4u, mean, subgroupShuffle(share, own));
+            write_field(item, y, row, field, output);
         }
         workgroupBarrier();
     }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/run_factors.wgsl#own
+// ----------------------------------------------------------------------------------------------------
+
+// In workgroup memory of their own. Nothing follows the last row of scores.
+//
+// needs: ROWS, SCORE_ROW
+// gives: SCORES, factors, keep_factor, kept_factor
+
+const SCORES: u32 = ROWS * SCORE_ROW - 1u;
+
+var<workgroup> factors: array<f32, ROWS>;
+
+fn keep_factor(row: u32, factor: f32) {
+    factors[row] = factor;
+}
+
+fn kept_factor(row: u32) -> f32 {
+    return factors[row];
 }

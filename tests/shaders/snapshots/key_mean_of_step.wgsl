@@ -187,7 +187,7 @@ fn element(index: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/half.wgsl
+// shaders/pack/half.wgsl#conversions
 // ----------------------------------------------------------------------------------------------------
 
 // IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.

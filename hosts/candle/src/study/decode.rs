@@ -81,14 +81,21 @@ impl DecodeArgs {
         for &tokens in &lengths {
             for &batch in &batches {
                 self.of_size(rig, &mut host, (batch, tokens), &mut rows)?;
+                // Whoever stops the program keeps what was measured.
+                self.write(rig, (&name, most), &rows)?;
             }
         }
+        Ok(())
+    }
+
+    /// Writes the rows so far, and a plot of those of the largest batch.
+    fn write<R: Rig>(&self, rig: &R, (name, most): (&str, usize), rows: &[Row]) -> Result<()> {
         let plot = || {
             let of = |row: &Row| (row.recipe.clone(), row.tokens as f64, row.time.step_ms);
             let rows = rows.iter().filter(|row| row.batch == most).map(of);
             report::lines("Steps of decoding", ("tokens of a sequence", "ms"), rows)
         };
-        report::write(rig, &self.common, ("decode", &name), &rows, plot)
+        report::write(rig, &self.common, ("decode", name), rows, plot)
     }
 
     fn of_size<R: Rig>(
