@@ -12,8 +12,6 @@
 //
 // gives: load_ranges, store_ranges
 
-// gives: load_ranges, store_ranges
-
 // Loads the ranges of the 16 tokens of a step, and stores them a barrier before codes become halves. Choices that read
 // ranges with the codes, or have none, do nothing.
 fn load_ranges(tile_base: u32, step: u32, invocation: u32) {}

@@ -14,7 +14,7 @@
 
 // import pack/call.wgsl
 // import pack/tile.wgsl#places
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import rows = pack/rows.wgsl#f32
 // import row = pack/row.wgsl#plain
 // import row_ranges = pack/row_ranges.wgsl

@@ -31,7 +31,7 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // needs: BITS, Place
 // gives: field_bits, field_value
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/code_range.wgsl
 // import ranges = pack/ranges.wgsl#of_span
 
@@ -52,7 +52,7 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // needs: Place
 // gives: field_bits, field_value
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32 {
     return half_bits(value);
@@ -72,7 +72,7 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // binds: 3 ranges
 // set by plans: SKETCH_LEVEL
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 @group(0) @binding(3) var<storage, read> ranges: array<u32>;
 

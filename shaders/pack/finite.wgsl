@@ -13,7 +13,7 @@
 // gives: storable
 // binds: 7 centres
 
-// import pack/flag_element.wgsl
+// import pack/half.wgsl#flagged
 
 @group(0) @binding(7) var<storage, read> centres: array<f32>;
 
@@ -29,7 +29,7 @@ fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
 // needs: Place
 // gives: storable
 
-// import pack/flag_element.wgsl
+// import pack/half.wgsl#flagged
 
 fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
     return flagged_element(bits, place.token);

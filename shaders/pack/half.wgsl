@@ -1,3 +1,7 @@
+// Half precision, in which tokens and ranges are stored.
+
+// -------- conversions --------
+
 // IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
 //
 // gives: HALF_MAX, half_value, half_to_single, half_bits
@@ -45,4 +49,23 @@ fn half_bits(x: f32) -> u32 {
     let middle = 1u << (shift - 1u);
     let up = remainder > middle || (remainder == middle && (quotient & 1u) == 1u);
     return sign | (quotient + u32(up));
+}
+
+// -------- flagged --------
+
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
+//
+// needs: call
+// gives: flagged_element
+// binds: 5 flag
+
+@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
+
+fn flagged_element(bits: u32, token: u32) -> f32 {
+    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
+        atomicMin(&flag, token);
+        return 0f;
+    }
+    return bitcast<f32>(bits);
 }

@@ -21,7 +21,7 @@ fn level_value(field: u32) -> f32 {
 // gives: level_field, level_value
 // set by plans: LEVEL_BITS, LEVELS, LEVELS_LOW, LEVELS_HIGH, BOUNDARIES_LOW, BOUNDARIES_HIGH
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 const LEVEL_BITS: u32 = 4u;
 // Levels above 0, and the boundaries above 0 between them.

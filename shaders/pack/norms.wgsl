@@ -12,7 +12,7 @@
 // gives: stored_norm
 // binds: 3 ranges
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 @group(0) @binding(3) var<storage, read> ranges: array<u32>;
 

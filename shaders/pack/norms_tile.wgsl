@@ -14,7 +14,7 @@
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import rows = pack/rows.wgsl#f32
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/norm.wgsl#norm
 
 @group(0) @binding(2) var<storage, read_write> ranges: array<u32>;

@@ -20,7 +20,7 @@
 // import common/ordered.wgsl
 // import rows = pack/rows.wgsl#f32
 // import pack/code_range.wgsl
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 const BITS: u32 = 4u;
 const CHUNK: u32 = 64u;

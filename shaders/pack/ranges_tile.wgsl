@@ -17,7 +17,7 @@
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import rows = pack/rows.wgsl#f32
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/tile.wgsl#grouping
 // import pack/code_range.wgsl
 

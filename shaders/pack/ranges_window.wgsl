@@ -17,7 +17,7 @@
 // import pack/call.wgsl
 // import rows = pack/rows.wgsl#f32
 // import pack/code_range.wgsl
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 const BITS: u32 = 4u;
 

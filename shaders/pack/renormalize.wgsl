@@ -14,7 +14,7 @@
 // import pack/flat.wgsl
 // import pack/call.wgsl
 // import pack/tile.wgsl#places
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import level_fields = pack/level_fields.wgsl#levels
 // import pack/norm.wgsl#norm
 

@@ -73,7 +73,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 // gives: stored_norm, store_row_ranges
 // binds: 3 ranges
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/norm.wgsl#row_norm_bits
 
 @group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
@@ -101,7 +101,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 // gives: stored_norm, store_row_ranges
 // binds: 3 ranges
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/norm.wgsl#row_norm_bits
 
 @group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
@@ -142,7 +142,7 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 // gives: field_bits, store_row_ranges
 // binds: 3 ranges
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/norm.wgsl#row_norm_bits
 // import level_fields = pack/level_fields.wgsl#levels
 // import common/rotation.wgsl#sketch_row

@@ -30,7 +30,7 @@ fn element(index: u32) -> f32 {
 // gives: element_bits, element
 // binds: 1 rows
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
 
@@ -79,7 +79,7 @@ fn element(index: u32) -> f32 {
 // gives: element_bits, element
 // binds: 1 rows
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/tile.wgsl#f16
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
@@ -104,7 +104,7 @@ fn element(index: u32) -> f32 {
 // gives: element_bits, element
 // binds: 1 rows
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 // import pack/tile.wgsl#f16
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;

@@ -23,7 +23,7 @@ fn query_element(index: u32) -> f32 {
 // gives: query_element
 // binds: 2 queries
 
-// import pack/half.wgsl
+// import pack/half.wgsl#conversions
 
 @group(0) @binding(2) var<storage, read> queries: array<u32>;
 

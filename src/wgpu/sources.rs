@@ -95,7 +95,6 @@ files![
     "pack/field.wgsl",
     "pack/find_non_finite.wgsl",
     "pack/finite.wgsl",
-    "pack/flag_element.wgsl",
     "pack/flat.wgsl",
     "pack/hadamard.wgsl",
     "pack/half.wgsl",

@@ -370,17 +370,25 @@ fn locals(item: &str) -> BTreeSet<&str> {
     declared.chain(typed).collect()
 }
 
+/// The files or sections below a heading: `{file}`, or `{file}#{section}` and further sections, ` #{section}`.
+fn sections_of(heading: &str) -> Vec<String> {
+    let mut words = heading.split(' ');
+    let first = words.next().unwrap_or_default();
+    let file = first.split('#').next().unwrap_or_default();
+    std::iter::once(first.to_owned()).chain(words.map(|section| format!("{file}{section}"))).collect()
+}
+
 /// Constants and aliases that plans set, by the file that declares them.
 fn set_by_plans(files: &BTreeMap<String, File>) -> BTreeMap<String, BTreeSet<String>> {
     let mut set: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for variant in all_variants() {
         let listing = variant.listing().unwrap();
-        let parts = listing.lines().filter_map(|line| line.strip_prefix("// shaders/"));
-        let parts: BTreeSet<&str> = parts.collect();
+        let headings = listing.lines().filter_map(|line| line.strip_prefix("// shaders/"));
+        let parts: BTreeSet<String> = headings.flat_map(sections_of).collect();
         for name in variant.settings() {
-            let declaring = parts.iter().find(|part| files[**part].declares(name));
+            let declaring = parts.iter().find(|part| files[*part].declares(name));
             let file = declaring.unwrap_or_else(|| panic!("no part of {} declares {name}", variant.label()));
-            set.entry((*file).to_owned()).or_default().insert(name.to_owned());
+            set.entry(file.clone()).or_default().insert(name.to_owned());
         }
     }
     set

@@ -4,17 +4,20 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::ShaderSources;
 
+/// What a line that imports a file begins with.
+const IMPORT: &str = "// import ";
+
 /// A piece of an assembled kernel that comes from one file, or from one section of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
-    /// Its path among the files of the library: `{file}` or `{file}#{section}`.
+    /// Its path among the files of the library: `{file}` or `{file}#{section}`, and further sections.
     pub path: String,
     /// Whether it precedes the sections of a file: of a slot it holds the default bodies.
     has_defaults: bool,
     pub text: String,
 }
 
-/// The parts of a kernel in order, with the files of `choices` in its slots.
+/// The parts of a kernel, one for each file, with the files of `choices` in its slots.
 ///
 /// # Errors
 /// A message that names the kernel, file or slot that does not exist.
@@ -34,7 +37,7 @@ pub(super) fn assemble(
     assembly.import(file)?;
     match assembly.unused.first() {
         Some(slot) => Err(format!("no slot {slot}")),
-        None => Ok(with_defaults(assembly.parts)),
+        None => Ok(by_file(with_defaults(assembly.parts))),
     }
 }
 
@@ -47,20 +50,18 @@ struct Assembly<'a> {
 }
 
 impl Assembly<'_> {
-    /// Adds a file or a section, unless it was added before, and the default bodies of the section's slot.
+    /// Adds a file or a section, unless it was added before, with the default bodies of its slot, and then what it
+    /// imports: a kernel is read from above, and each file stands once.
     fn import(&mut self, path: &str) -> Result<(), String> {
         if !self.seen.insert(path.to_owned()) {
             return Ok(());
         }
         let source = self.sources.text(path).ok_or_else(|| format!("no shader file {path}"))?;
-        let mut text = String::new();
-        for line in source.lines() {
-            let Some(import) = line.strip_prefix("// import ") else {
-                text.push_str(line);
-                text.push('\n');
-                continue;
-            };
-            self.push(path, std::mem::take(&mut text));
+        let (imports, text): (Vec<&str>, Vec<&str>) = source.lines().partition(|line| line.starts_with(IMPORT));
+        // A blank line is above imports and another below.
+        self.push(path, text.join("\n").replace("\n\n\n", "\n\n"));
+        self.import_defaults(path)?;
+        for import in imports.iter().filter_map(|line| line.strip_prefix(IMPORT)) {
             match import.split_once(" = ") {
                 Some((slot, default)) => {
                     self.unused.remove(slot);
@@ -70,8 +71,7 @@ impl Assembly<'_> {
                 None => self.import(import)?,
             }
         }
-        self.push(path, text);
-        self.import_defaults(path)
+        Ok(())
     }
 
     fn import_defaults(&mut self, section: &str) -> Result<(), String> {
@@ -116,6 +116,22 @@ fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
         }
     }
     found
+}
+
+/// The parts with those of each file together, where the first of them stands.
+fn by_file(parts: Vec<Part>) -> Vec<Part> {
+    let mut files: Vec<Part> = Vec::new();
+    for part in parts {
+        let (file, section) = part.path.split_once('#').map_or((&*part.path, None), |(file, name)| (file, Some(name)));
+        match files.iter_mut().find(|known| known.path.split('#').next() == Some(file)) {
+            Some(known) => {
+                known.path += &section.map_or(String::new(), |name| format!(" #{name}"));
+                known.text = [known.text.as_str(), &part.text].join("\n");
+            }
+            None => files.push(part),
+        }
+    }
+    files
 }
 
 /// The top-level functions of a file, with the comments above them: name and text.
@@ -180,6 +196,14 @@ mod tests {
         let found = with_defaults(parts.clone());
         assert_eq!(found[0], parts[0]);
         assert_eq!(found[1].text, "fn b() {\n    c();\n}\n\nfn c() {}\n");
+    }
+
+    #[test]
+    fn sections_of_a_file_stand_together() {
+        let parts = ["a.wgsl#x", "b.wgsl", "a.wgsl#y", "a.wgsl"].map(|path| part(path, &format!("{path}\n")));
+        let found = by_file(parts.to_vec());
+        assert_eq!(found.iter().map(|part| &*part.path).collect::<Vec<_>>(), ["a.wgsl#x #y", "b.wgsl"]);
+        assert_eq!(found[0].text, "a.wgsl#x\n\na.wgsl#y\n\na.wgsl\n");
     }
 
     #[test]

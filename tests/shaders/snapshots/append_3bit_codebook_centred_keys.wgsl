@@ -16,6 +16,35 @@
 // gives: INVOCATIONS, HEAD_DIM
 // set by plans: HEAD_DIM
 
+const INVOCATIONS: u32 = 64u;
+const HEAD_DIM: u32 = 128u;
+
+@compute @workgroup_size(64)
+fn append(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let index = group.y * groups.x + group.x;
+    if (index / call.kv_heads >= place_count() || !has_place(index / call.kv_heads)) {
+        return;
+    }
+    let place = place_at(index / call.kv_heads);
+    let kv_head = index % call.kv_heads;
+    let start = row_start(place.token, kv_head);
+    let exists = place.token < call.tokens;
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        var x = 0f;
+        if (exists) {
+            x = storable(element_bits(start + channel), place, kv_head, channel);
+        }
+        put_channel(channel, x);
+    }
+    finish_row(invocation);
+    store_row_ranges(place, kv_head, invocation);
+    store_row(place, kv_head, exists, invocation);
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -24,74 +53,6 @@
 //
 // gives: Place, call, TILE_TOKENS, row_start, rounded
 // binds: 0 call
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens.wgsl#run
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
-//
-// needs: call
-// gives: token_of
-
-fn token_of(token: u32, kv_head: u32) -> u32 {
-    return call.first_token + token;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#centred_tokens
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens that a step stores centred. The slot of the centre takes the place of the range slot.
-//
-// needs: Place
-// gives: place_count, has_place, place_at
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/step_table.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
-//
-// needs: call
-// gives: entry_count, entry_at, has_entry
-// binds: 6 table
-
-@group(0) @binding(6) var<storage, read> table: array<vec4<u32>>;
-
-fn entry_count() -> u32 {
-    return table[call.section].x;
-}
-
-fn entry_at(index: u32) -> vec4<u32> {
-    return table[call.section + 1u + index];
-}
-
-// Whether an entry belongs to the shards of the dispatch.
-fn has_entry(index: u32) -> bool {
-    return entry_at(index).w == call.shards;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#centred_tokens
-// ----------------------------------------------------------------------------------------------------
-
-fn place_count() -> u32 {
-    return entry_count();
-}
-
-fn has_place(index: u32) -> bool {
-    return has_entry(index);
-}
-
-fn place_at(index: u32) -> Place {
-    let entry = entry_at(index);
-    return Place(entry.x, entry.y, entry.z & 0xffu, entry.z >> 8u);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/call.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct Place {
     // First token, relative to the first of the span.
@@ -151,6 +112,66 @@ fn row_start(token: u32, kv_head: u32) -> u32 {
 // `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/tokens.wgsl#run
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
+//
+// needs: call
+// gives: token_of
+
+fn token_of(token: u32, kv_head: u32) -> u32 {
+    return call.first_token + token;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places.wgsl#centred_tokens
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens that a step stores centred. The slot of the centre takes the place of the range slot.
+//
+// needs: Place
+// gives: place_count, has_place, place_at
+
+fn place_count() -> u32 {
+    return entry_count();
+}
+
+fn has_place(index: u32) -> bool {
+    return has_entry(index);
+}
+
+fn place_at(index: u32) -> Place {
+    let entry = entry_at(index);
+    return Place(entry.x, entry.y, entry.z & 0xffu, entry.z >> 8u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/step_table.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
+//
+// needs: call
+// gives: entry_count, entry_at, has_entry
+// binds: 6 table
+
+@group(0) @binding(6) var<storage, read> table: array<vec4<u32>>;
+
+fn entry_count() -> u32 {
+    return table[call.section].x;
+}
+
+fn entry_at(index: u32) -> vec4<u32> {
+    return table[call.section + 1u + index];
+}
+
+// Whether an entry belongs to the shards of the dispatch.
+fn has_entry(index: u32) -> bool {
+    return entry_at(index).w == call.shards;
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -261,7 +282,7 @@ fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/half.wgsl
+// shaders/pack/half.wgsl#conversions #flagged
 // ----------------------------------------------------------------------------------------------------
 
 // IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
@@ -313,6 +334,23 @@ fn half_bits(x: f32) -> u32 {
     return sign | (quotient + u32(up));
 }
 
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
+//
+// needs: call
+// gives: flagged_element
+// binds: 5 flag
+
+@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
+
+fn flagged_element(bits: u32, token: u32) -> f32 {
+    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
+        atomicMin(&flag, token);
+        return 0f;
+    }
+    return bitcast<f32>(bits);
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -321,10 +359,6 @@ fn half_bits(x: f32) -> u32 {
 //
 // gives: element_bits, element
 // binds: 1 rows
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
 
@@ -345,8 +379,21 @@ fn element(index: u32) -> f32 {
 // needs: rounded
 // gives: put_channel, channel_value, finish_row
 
+fn put_channel(channel: u32, x: f32) {
+    let place = input_place(channel);
+    rotated[place] = rounded(rotation_input(x, place));
+}
+
+fn channel_value(channel: u32) -> f32 {
+    return rotated[channel];
+}
+
+fn finish_row(invocation: u32) {
+    rotate_row(invocation);
+}
+
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotation.wgsl#rotate_row
+// shaders/common/rotation.wgsl#rotate_row #rotation
 // ----------------------------------------------------------------------------------------------------
 
 // Rotates a row of HEAD_DIM channels in workgroup memory, in place: `format::Rotation`. Blocks of ORDER channels are
@@ -360,9 +407,23 @@ fn element(index: u32) -> f32 {
 // needs: HEAD_DIM, INVOCATIONS
 // gives: rotated, rotate_row
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/common/rotation.wgsl#rotation
-// ----------------------------------------------------------------------------------------------------
+var<workgroup> rotated: array<f32, HEAD_DIM>;
+
+fn rotate_row(invocation: u32) {
+    for (var stage = 0u; (1u << stage) < ROTATION_ORDER; stage++) {
+        let half = 1u << stage;
+        workgroupBarrier();
+        for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
+            // pair / half · 2 half + pair % half. Compilers do not know the divisor and would divide.
+            let low = ((pair >> stage) << (stage + 1u)) + (pair & (half - 1u));
+            let a = rotated[low];
+            let b = rotated[low + half];
+            rotated[low] = a + b;
+            rotated[low + half] = a - b;
+        }
+    }
+    workgroupBarrier();
+}
 
 // `format::Rotation` of a row of channels: its numbers, and what becomes of a channel before and after the butterflies.
 //
@@ -415,45 +476,6 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/rotation.wgsl#rotate_row
-// ----------------------------------------------------------------------------------------------------
-
-var<workgroup> rotated: array<f32, HEAD_DIM>;
-
-fn rotate_row(invocation: u32) {
-    for (var stage = 0u; (1u << stage) < ROTATION_ORDER; stage++) {
-        let half = 1u << stage;
-        workgroupBarrier();
-        for (var pair = invocation; pair < HEAD_DIM / 2u; pair += INVOCATIONS) {
-            // pair / half · 2 half + pair % half. Compilers do not know the divisor and would divide.
-            let low = ((pair >> stage) << (stage + 1u)) + (pair & (half - 1u));
-            let a = rotated[low];
-            let b = rotated[low + half];
-            rotated[low] = a + b;
-            rotated[low + half] = a - b;
-        }
-    }
-    workgroupBarrier();
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/row.wgsl#rotated
-// ----------------------------------------------------------------------------------------------------
-
-fn put_channel(channel: u32, x: f32) {
-    let place = input_place(channel);
-    rotated[place] = rounded(rotation_input(x, place));
-}
-
-fn channel_value(channel: u32) -> f32 {
-    return rotated[channel];
-}
-
-fn finish_row(invocation: u32) {
-    rotate_row(invocation);
-}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/pack/row_ranges.wgsl#norm
 // ----------------------------------------------------------------------------------------------------
 
@@ -463,8 +485,24 @@ fn finish_row(invocation: u32) {
 // gives: stored_norm, store_row_ranges
 // binds: 3 ranges
 
+@group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
+
+var<private> row_norm: f32;
+
+fn stored_norm(place: Place, kv_head: u32, token: u32) -> f32 {
+    return row_norm;
+}
+
+fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
+    let norm = row_norm_bits(invocation);
+    if (invocation == 0u) {
+        ranges[(place.page * call.kv_heads + kv_head) * call.ranges_per_tile + place.slot] = norm;
+    }
+    row_norm = half_value(norm);
+}
+
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/norm.wgsl#row_norm_bits
+// shaders/pack/norm.wgsl#row_norm_bits #norm
 // ----------------------------------------------------------------------------------------------------
 
 // The norm of the row in workgroup memory as 16 bits. Every invocation must call, and each gets the result.
@@ -472,9 +510,34 @@ fn finish_row(invocation: u32) {
 // needs: HEAD_DIM, channel_value, rounded
 // gives: row_squares, row_norm_bits, row_sum_of_squares
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/norm.wgsl#norm
-// ----------------------------------------------------------------------------------------------------
+var<workgroup> row_squares: array<f32, HEAD_DIM / 4u>;
+var<workgroup> row_norm_word: u32;
+
+fn row_norm_bits(invocation: u32) -> u32 {
+    if (invocation < HEAD_DIM / 4u) {
+        row_squares[invocation] = sum_of_four(vec4<f32>(
+            channel_value(invocation * 4u),
+            channel_value(invocation * 4u + 1u),
+            channel_value(invocation * 4u + 2u),
+            channel_value(invocation * 4u + 3u),
+        ));
+    }
+    workgroupBarrier();
+    if (invocation == 0u) {
+        row_norm_word = norm_bits(row_sum_of_squares());
+    }
+    workgroupBarrier();
+    return row_norm_word;
+}
+
+fn row_sum_of_squares() -> f32 {
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < HEAD_DIM / 4u; i++) {
+        sum = rounded(sum + row_squares[i]);
+    }
+    return sum;
+}
 
 // The stored norm of a row: `format::codebook::stored_norm`, bit for bit. Squares are summed over four channels, then
 // over all fours in order, with a rounding after each operation.
@@ -523,59 +586,6 @@ fn midpoint_square(half: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/norm.wgsl#row_norm_bits
-// ----------------------------------------------------------------------------------------------------
-
-var<workgroup> row_squares: array<f32, HEAD_DIM / 4u>;
-var<workgroup> row_norm_word: u32;
-
-fn row_norm_bits(invocation: u32) -> u32 {
-    if (invocation < HEAD_DIM / 4u) {
-        row_squares[invocation] = sum_of_four(vec4<f32>(
-            channel_value(invocation * 4u),
-            channel_value(invocation * 4u + 1u),
-            channel_value(invocation * 4u + 2u),
-            channel_value(invocation * 4u + 3u),
-        ));
-    }
-    workgroupBarrier();
-    if (invocation == 0u) {
-        row_norm_word = norm_bits(row_sum_of_squares());
-    }
-    workgroupBarrier();
-    return row_norm_word;
-}
-
-fn row_sum_of_squares() -> f32 {
-    var sum = 0f;
-    // unroll
-    for (var i = 0u; i < HEAD_DIM / 4u; i++) {
-        sum = rounded(sum + row_squares[i]);
-    }
-    return sum;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_ranges.wgsl#norm
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(3) var<storage, read_write> ranges: array<u32>;
-
-var<private> row_norm: f32;
-
-fn stored_norm(place: Place, kv_head: u32, token: u32) -> f32 {
-    return row_norm;
-}
-
-fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
-    let norm = row_norm_bits(invocation);
-    if (invocation == 0u) {
-        ranges[(place.page * call.kv_heads + kv_head) * call.ranges_per_tile + place.slot] = norm;
-    }
-    row_norm = half_value(norm);
-}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/pack/field.wgsl#codebook
 // ----------------------------------------------------------------------------------------------------
 
@@ -583,6 +593,14 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 //
 // needs: Place
 // gives: field_bits, field_value
+
+fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32 {
+    return level_field(value, stored_norm(place, kv_head, token));
+}
+
+fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32) -> f32 {
+    return stored_norm(place, kv_head, token) * level_value(field);
+}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/level_fields.wgsl#levels
@@ -593,10 +611,6 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {
 // needs: rounded
 // gives: level_field, level_value
 // set by plans: LEVEL_BITS, LEVELS, LEVELS_LOW, LEVELS_HIGH, BOUNDARIES_LOW, BOUNDARIES_HIGH
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/level_fields.wgsl#levels
-// ----------------------------------------------------------------------------------------------------
 
 const LEVEL_BITS: u32 = 3u;
 // Levels above 0, and the boundaries above 0 between them.
@@ -635,18 +649,6 @@ fn level_value(field: u32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/field.wgsl#codebook
-// ----------------------------------------------------------------------------------------------------
-
-fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32 {
-    return level_field(value, stored_norm(place, kv_head, token));
-}
-
-fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32) -> f32 {
-    return stored_norm(place, kv_head, token) * level_value(field);
-}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/pack/finite.wgsl#centred
 // ----------------------------------------------------------------------------------------------------
 
@@ -656,31 +658,6 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 // needs: HEAD_DIM, Place, call
 // gives: storable
 // binds: 7 centres
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/flag_element.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
-// compared as integers, since compilers may assume that no float is NaN.
-//
-// needs: call
-// gives: flagged_element
-// binds: 5 flag
-
-@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
-
-fn flagged_element(bits: u32, token: u32) -> f32 {
-    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
-        atomicMin(&flag, token);
-        return 0f;
-    }
-    return bitcast<f32>(bits);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite.wgsl#centred
-// ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(7) var<storage, read> centres: array<f32>;
 
@@ -724,37 +701,4 @@ fn key_word(slot: u32, word: u32) -> u32 {
         }
     }
     return packed;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/append.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-const INVOCATIONS: u32 = 64u;
-const HEAD_DIM: u32 = 128u;
-
-@compute @workgroup_size(64)
-fn append(
-    @builtin(workgroup_id) group: vec3<u32>,
-    @builtin(num_workgroups) groups: vec3<u32>,
-    @builtin(local_invocation_index) invocation: u32,
-) {
-    let index = group.y * groups.x + group.x;
-    if (index / call.kv_heads >= place_count() || !has_place(index / call.kv_heads)) {
-        return;
-    }
-    let place = place_at(index / call.kv_heads);
-    let kv_head = index % call.kv_heads;
-    let start = row_start(place.token, kv_head);
-    let exists = place.token < call.tokens;
-    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-        var x = 0f;
-        if (exists) {
-            x = storable(element_bits(start + channel), place, kv_head, channel);
-        }
-        put_channel(channel, x);
-    }
-    finish_row(invocation);
-    store_row_ranges(place, kv_head, invocation);
-    store_row(place, kv_head, exists, invocation);
 }

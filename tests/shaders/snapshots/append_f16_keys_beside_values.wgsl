@@ -16,6 +16,30 @@
 // gives: INVOCATIONS, HEAD_DIM
 // set by plans: HEAD_DIM
 
+const INVOCATIONS: u32 = 64u;
+const HEAD_DIM: u32 = 128u;
+
+fn append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
+    let index = group.y * groups.x + group.x;
+    if (index / call.kv_heads >= place_count() || !has_place(index / call.kv_heads)) {
+        return;
+    }
+    let place = place_at(index / call.kv_heads);
+    let kv_head = index % call.kv_heads;
+    let start = row_start(place.token, kv_head);
+    let exists = place.token < call.tokens;
+    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+        var x = 0f;
+        if (exists) {
+            x = storable(element_bits(start + channel), place, kv_head, channel);
+        }
+        put_channel(channel, x);
+    }
+    finish_row(invocation);
+    store_row_ranges(place, kv_head, invocation);
+    store_row(place, kv_head, exists, invocation);
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -24,74 +48,6 @@
 //
 // gives: Place, call, TILE_TOKENS, row_start, rounded
 // binds: 0 call
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens.wgsl#run
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
-//
-// needs: call
-// gives: token_of
-
-fn token_of(token: u32, kv_head: u32) -> u32 {
-    return call.first_token + token;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#tokens
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens that a step stores.
-//
-// needs: Place
-// gives: place_count, has_place, place_at
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/step_table.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
-//
-// needs: call
-// gives: entry_count, entry_at, has_entry
-// binds: 6 table
-
-@group(0) @binding(6) var<storage, read> table: array<vec4<u32>>;
-
-fn entry_count() -> u32 {
-    return table[call.section].x;
-}
-
-fn entry_at(index: u32) -> vec4<u32> {
-    return table[call.section + 1u + index];
-}
-
-// Whether an entry belongs to the shards of the dispatch.
-fn has_entry(index: u32) -> bool {
-    return entry_at(index).w == call.shards;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#tokens
-// ----------------------------------------------------------------------------------------------------
-
-fn place_count() -> u32 {
-    return entry_count();
-}
-
-fn has_place(index: u32) -> bool {
-    return has_entry(index);
-}
-
-fn place_at(index: u32) -> Place {
-    let entry = entry_at(index);
-    return Place(entry.x, entry.y, entry.z, 0u);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/call.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct Place {
     // First token, relative to the first of the span.
@@ -151,6 +107,66 @@ fn row_start(token: u32, kv_head: u32) -> u32 {
 // `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ call.zero);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/tokens.wgsl#run
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
+//
+// needs: call
+// gives: token_of
+
+fn token_of(token: u32, kv_head: u32) -> u32 {
+    return call.first_token + token;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places.wgsl#tokens
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens that a step stores.
+//
+// needs: Place
+// gives: place_count, has_place, place_at
+
+fn place_count() -> u32 {
+    return entry_count();
+}
+
+fn has_place(index: u32) -> bool {
+    return has_entry(index);
+}
+
+fn place_at(index: u32) -> Place {
+    let entry = entry_at(index);
+    return Place(entry.x, entry.y, entry.z, 0u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/step_table.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
+//
+// needs: call
+// gives: entry_count, entry_at, has_entry
+// binds: 6 table
+
+@group(0) @binding(6) var<storage, read> table: array<vec4<u32>>;
+
+fn entry_count() -> u32 {
+    return table[call.section].x;
+}
+
+fn entry_at(index: u32) -> vec4<u32> {
+    return table[call.section + 1u + index];
+}
+
+// Whether an entry belongs to the shards of the dispatch.
+fn has_entry(index: u32) -> bool {
+    return entry_at(index).w == call.shards;
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -261,7 +277,7 @@ fn top_place_of(token: u32, channel: u32) -> vec2<u32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/half.wgsl
+// shaders/pack/half.wgsl#conversions #flagged
 // ----------------------------------------------------------------------------------------------------
 
 // IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
@@ -313,6 +329,23 @@ fn half_bits(x: f32) -> u32 {
     return sign | (quotient + u32(up));
 }
 
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
+//
+// needs: call
+// gives: flagged_element
+// binds: 5 flag
+
+@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
+
+fn flagged_element(bits: u32, token: u32) -> f32 {
+    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
+        atomicMin(&flag, token);
+        return 0f;
+    }
+    return bitcast<f32>(bits);
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -321,10 +354,6 @@ fn half_bits(x: f32) -> u32 {
 //
 // gives: element_bits, element
 // binds: 1 rows
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(1) var<storage, read> rows: array<u32>;
 
@@ -375,10 +404,6 @@ fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {}
 // needs: Place
 // gives: field_bits, field_value
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/field.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
 fn field_bits(value: f32, place: Place, kv_head: u32, token: u32, channel: u32) -> u32 {
     return half_bits(value);
 }
@@ -395,31 +420,6 @@ fn field_value(field: u32, place: Place, kv_head: u32, token: u32, channel: u32)
 //
 // needs: Place
 // gives: storable
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/flag_element.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
-// compared as integers, since compilers may assume that no float is NaN.
-//
-// needs: call
-// gives: flagged_element
-// binds: 5 flag
-
-@group(0) @binding(5) var<storage, read_write> flag: atomic<u32>;
-
-fn flagged_element(bits: u32, token: u32) -> f32 {
-    if ((bits & 0x7fffffffu) > bitcast<u32>(call.largest)) {
-        atomicMin(&flag, token);
-        return 0f;
-    }
-    return bitcast<f32>(bits);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite.wgsl#flagged
-// ----------------------------------------------------------------------------------------------------
 
 fn storable(bits: u32, place: Place, kv_head: u32, channel: u32) -> f32 {
     return flagged_element(bits, place.token);
@@ -466,34 +466,6 @@ fn key_word(slot: u32, word: u32) -> u32 {
 // shaders/pack/append.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-const INVOCATIONS: u32 = 64u;
-const HEAD_DIM: u32 = 128u;
-
-fn append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
-    let index = group.y * groups.x + group.x;
-    if (index / call.kv_heads >= place_count() || !has_place(index / call.kv_heads)) {
-        return;
-    }
-    let place = place_at(index / call.kv_heads);
-    let kv_head = index % call.kv_heads;
-    let start = row_start(place.token, kv_head);
-    let exists = place.token < call.tokens;
-    for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-        var x = 0f;
-        if (exists) {
-            x = storable(element_bits(start + channel), place, kv_head, channel);
-        }
-        put_channel(channel, x);
-    }
-    finish_row(invocation);
-    store_row_ranges(place, kv_head, invocation);
-    store_row(place, kv_head, exists, invocation);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/append.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // append: stores single tokens in pages of one shard, as f16 or as codes whose ranges belong to single tokens.
 //
 // One workgroup owns one token of one KV head. It reads the row, rotates it if the format does, computes and stores its
@@ -508,6 +480,30 @@ fn append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
 // gives: INVOCATIONS, HEAD_DIM
 // set by plans: HEAD_DIM
 
+const other_INVOCATIONS: u32 = 64u;
+const other_HEAD_DIM: u32 = 128u;
+
+fn other_append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
+    let index = group.y * groups.x + group.x;
+    if (index / other_call.kv_heads >= other_place_count() || !other_has_place(index / other_call.kv_heads)) {
+        return;
+    }
+    let place = other_place_at(index / other_call.kv_heads);
+    let kv_head = index % other_call.kv_heads;
+    let start = other_row_start(place.token, kv_head);
+    let exists = place.token < other_call.tokens;
+    for (var channel = invocation; channel < other_HEAD_DIM; channel += other_INVOCATIONS) {
+        var x = 0f;
+        if (exists) {
+            x = other_storable(other_element_bits(start + channel), place, kv_head, channel);
+        }
+        other_put_channel(channel, x);
+    }
+    other_finish_row(invocation);
+    other_store_row_ranges(place, kv_head, invocation);
+    other_store_row(place, kv_head, exists, invocation);
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -516,73 +512,6 @@ fn append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
 //
 // gives: Place, call, TILE_TOKENS, row_start, rounded
 // binds: 0 call
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens.wgsl#run
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
-//
-// needs: call
-// gives: token_of
-
-fn other_token_of(token: u32, kv_head: u32) -> u32 {
-    return other_call.first_token + token;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#tokens
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens that a step stores.
-//
-// needs: Place
-// gives: place_count, has_place, place_at
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/step_table.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
-//
-// needs: call
-// gives: entry_count, entry_at, has_entry
-// binds: 6 table
-
-
-fn other_entry_count() -> u32 {
-    return table[other_call.section].x;
-}
-
-fn other_entry_at(index: u32) -> vec4<u32> {
-    return table[other_call.section + 1u + index];
-}
-
-// Whether an entry belongs to the shards of the dispatch.
-fn other_has_entry(index: u32) -> bool {
-    return other_entry_at(index).w == other_call.shards;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#tokens
-// ----------------------------------------------------------------------------------------------------
-
-fn other_place_count() -> u32 {
-    return other_entry_count();
-}
-
-fn other_has_place(index: u32) -> bool {
-    return other_has_entry(index);
-}
-
-fn other_place_at(index: u32) -> other_Place {
-    let entry = other_entry_at(index);
-    return other_Place(entry.x, entry.y, entry.z, 0u);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/call.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct other_Place {
     // First token, relative to the first of the span.
@@ -642,6 +571,65 @@ fn other_row_start(token: u32, kv_head: u32) -> u32 {
 // `x` as rounded. Compilers may fuse a product with the sum that takes it, but not through this function.
 fn other_rounded(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ other_call.zero);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/tokens.wgsl#run
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
+//
+// needs: call
+// gives: token_of
+
+fn other_token_of(token: u32, kv_head: u32) -> u32 {
+    return other_call.first_token + token;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places.wgsl#tokens
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens that a step stores.
+//
+// needs: Place
+// gives: place_count, has_place, place_at
+
+fn other_place_count() -> u32 {
+    return other_entry_count();
+}
+
+fn other_has_place(index: u32) -> bool {
+    return other_has_entry(index);
+}
+
+fn other_place_at(index: u32) -> other_Place {
+    let entry = other_entry_at(index);
+    return other_Place(entry.x, entry.y, entry.z, 0u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/step_table.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// A step's table: `plan::WriteTable`. A section holds the number of its entries, then the entries.
+//
+// needs: call
+// gives: entry_count, entry_at, has_entry
+// binds: 6 table
+
+
+fn other_entry_count() -> u32 {
+    return table[other_call.section].x;
+}
+
+fn other_entry_at(index: u32) -> vec4<u32> {
+    return table[other_call.section + 1u + index];
+}
+
+// Whether an entry belongs to the shards of the dispatch.
+fn other_has_entry(index: u32) -> bool {
+    return other_entry_at(index).w == other_call.shards;
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -752,7 +740,7 @@ fn other_top_place_of(token: u32, channel: u32) -> vec2<u32> {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/half.wgsl
+// shaders/pack/half.wgsl#conversions #flagged
 // ----------------------------------------------------------------------------------------------------
 
 // IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
@@ -804,6 +792,23 @@ fn other_half_bits(x: f32) -> u32 {
     return sign | (quotient + u32(up));
 }
 
+// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
+// compared as integers, since compilers may assume that no float is NaN.
+//
+// needs: call
+// gives: flagged_element
+// binds: 5 flag
+
+@group(0) @binding(13) var<storage, read_write> other_flag: atomic<u32>;
+
+fn other_flagged_element(bits: u32, token: u32) -> f32 {
+    if ((bits & 0x7fffffffu) > bitcast<u32>(other_call.largest)) {
+        atomicMin(&other_flag, token);
+        return 0f;
+    }
+    return bitcast<f32>(bits);
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -812,10 +817,6 @@ fn other_half_bits(x: f32) -> u32 {
 //
 // gives: element_bits, element
 // binds: 1 rows
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
 
 @group(0) @binding(9) var<storage, read> other_rows: array<u32>;
 
@@ -866,10 +867,6 @@ fn other_store_row_ranges(place: other_Place, kv_head: u32, invocation: u32) {}
 // needs: Place
 // gives: field_bits, field_value
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/field.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
 fn other_field_bits(value: f32, place: other_Place, kv_head: u32, token: u32, channel: u32) -> u32 {
     return other_half_bits(value);
 }
@@ -886,31 +883,6 @@ fn other_field_value(field: u32, place: other_Place, kv_head: u32, token: u32, c
 //
 // needs: Place
 // gives: storable
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/flag_element.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Elements that may be NaN, infinite or too large: these count as 0, and the first token with one is flagged. They are
-// compared as integers, since compilers may assume that no float is NaN.
-//
-// needs: call
-// gives: flagged_element
-// binds: 5 flag
-
-@group(0) @binding(13) var<storage, read_write> other_flag: atomic<u32>;
-
-fn other_flagged_element(bits: u32, token: u32) -> f32 {
-    if ((bits & 0x7fffffffu) > bitcast<u32>(other_call.largest)) {
-        atomicMin(&other_flag, token);
-        return 0f;
-    }
-    return bitcast<f32>(bits);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/finite.wgsl#flagged
-// ----------------------------------------------------------------------------------------------------
 
 fn other_storable(bits: u32, place: other_Place, kv_head: u32, channel: u32) -> f32 {
     return other_flagged_element(bits, place.token);
@@ -946,34 +918,6 @@ fn other_store_row(place: other_Place, kv_head: u32, exists: bool, invocation: u
 fn other_put_bits(word: u32, shift: u32, bits: u32, mask: u32) {
     atomicAnd(&other_tiles[word], ~(mask << shift));
     atomicOr(&other_tiles[word], (bits & mask) << shift);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/append.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-const other_INVOCATIONS: u32 = 64u;
-const other_HEAD_DIM: u32 = 128u;
-
-fn other_append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
-    let index = group.y * groups.x + group.x;
-    if (index / other_call.kv_heads >= other_place_count() || !other_has_place(index / other_call.kv_heads)) {
-        return;
-    }
-    let place = other_place_at(index / other_call.kv_heads);
-    let kv_head = index % other_call.kv_heads;
-    let start = other_row_start(place.token, kv_head);
-    let exists = place.token < other_call.tokens;
-    for (var channel = invocation; channel < other_HEAD_DIM; channel += other_INVOCATIONS) {
-        var x = 0f;
-        if (exists) {
-            x = other_storable(other_element_bits(start + channel), place, kv_head, channel);
-        }
-        other_put_channel(channel, x);
-    }
-    other_finish_row(invocation);
-    other_store_row_ranges(place, kv_head, invocation);
-    other_store_row(place, kv_head, exists, invocation);
 }
 
 @compute @workgroup_size(64)

@@ -22,6 +22,14 @@
 // INVOCATIONS. Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights,
 // of which the largest is 1, or kept from 0.
 
+@compute @workgroup_size(128)
+fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    if (!has_item(group)) {
+        return;
+    }
+    attend_item(item_of(group), group.x, number(numbering));
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
@@ -66,23 +74,6 @@ fn number(numbering: Numbering) -> u32 {
 //   read_tile_base, keep_tile_base, query_head, query_of, head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct WorkItem {
     page_offset: u32,
@@ -196,6 +187,19 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/step_scores.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
@@ -216,285 +220,6 @@ fn set_scores_lowest() {
 //   field_ranges, field_scales, field_middles, inverse_unit, begin_keys, make_query_bytes, key_pages, score_tile
 // binds: 3 keys, 4 key_ranges
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, KEY_AHEAD, KEY_TOKEN_GROUPS, KEY_MIDDLE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_bytes.wgsl#top
-// ----------------------------------------------------------------------------------------------------
-
-// Signed bytes of a field group of keys, affine codes. A field shifted to the top of its byte is the signed code times
-// 2^(8-bits). The scale compensates for this factor.
-//
-// needs: KEY_VECTOR, KeyVector
-// gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
-// set by plans: KEY_BITS, KEY_MASK
-
-const KEY_BITS: u32 = 2u;
-// The top KEY_BITS bits of every byte.
-const KEY_MASK: u32 = 3233857728u;
-const KEY_PLANES: u32 = 8u / KEY_BITS;
-// Sets of four field groups in a vector: KEY_VECTOR words of the top bit plane, then of the one below.
-const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
-
-fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
-    return (words[f % KEY_VECTOR] << ((quad * (4u / KEY_VECTOR) + f / KEY_VECTOR) * KEY_BITS)) & KEY_MASK;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/prepared_query.wgsl#query_fields
-// ----------------------------------------------------------------------------------------------------
-
-// A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
-// ±QUERY_LARGEST: 127 in one plane, 32639 in two, so that both bytes stay signed.
-//
-// gives: QUERY_LARGEST, CODE_UNIT, place, integers, bytes, high_bytes
-// set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
-
-const QUERY_LARGEST: f32 = 127.0f;
-// Factor of a dot product of integers and key bytes, in addition to the query's own scale: 2^(bits-8) for affine codes,
-// which are shifted to the top of their bytes, and the unit of a codebook's levels.
-const CODE_UNIT: f32 = 0.015625f;
-// Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
-const PLACE_WORDS: u32 = 4u;
-const PLACE_PLANES: u32 = 4u;
-
-// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane
-// from the top.
-fn place(field: u32) -> u32 {
-    let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
-    return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;
-}
-
-fn integers(scaled: vec4<f32>, largest: f32) -> vec4<i32> {
-    if (largest > 0f) {
-        return vec4<i32>(round(scaled * (QUERY_LARGEST / largest)));
-    }
-    return vec4<i32>(0i);
-}
-
-fn bytes(x: vec4<i32>) -> u32 {
-    let b = vec4<u32>(x) & vec4<u32>(255u);
-    return b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
-}
-
-// The byte plane above that of `bytes`.
-fn high_bytes(x: vec4<i32>) -> u32 {
-    return bytes((x + vec4<i32>(128i)) >> vec4<u32>(8u));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_bytes.wgsl#of_weights
-// ----------------------------------------------------------------------------------------------------
-
-// Query bytes in the memory of a step's weights. Scores are computed before a step has weights, and the bytes of the
-// next step once its values are added. That takes two extra barriers per step, and two thirds of the workgroup memory.
-//
-// needs: make_query_bytes, weight_bytes
-// gives: put_query_word, query_vector, prepare_keys_late
-
-fn put_query_word(vector: u32, word: u32, bytes: u32) {
-    weight_bytes[vector][word] = bytes;
-}
-
-fn query_vector(vector: u32) -> vec4<u32> {
-    return weight_bytes[vector];
-}
-
-fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {
-    if (first >= tiles) {
-        return;
-    }
-    workgroupBarrier();
-    make_query_bytes(first, tiles, team, lane);
-    workgroupBarrier();
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/query.wgsl#own_f32
-// ----------------------------------------------------------------------------------------------------
-
-// The given query, scaled. Every workgroup prepares that of its own heads.
-//
-// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
-// gives: load_query
-// set by plans: SCORE_SCALE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-// A dense f16 tensor, read four elements at a time.
-//
-// gives: input4
-// binds: 2 inputs
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn input_at(index: u32) -> u32 {
-    return index;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
-
-fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
-    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/query.wgsl#own_f32
-// ----------------------------------------------------------------------------------------------------
-
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
-
-// Vectors of an invocation.
-const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
-
-fn load_query(item: WorkItem, y: u32, invocation: u32) {
-    var own: array<vec4<f32>, OWN_VECTORS>;
-    // unroll
-    for (var i = 0u; i < OWN_VECTORS; i++) {
-        let at = min(i * INVOCATIONS + invocation, HEADS * QUERY_VECTORS - 1u);
-        let row = input_row(item, y, at / QUERY_VECTORS);
-        let field = at % QUERY_VECTORS;
-        // Channels past HEAD_DIM are padding of the row of keys.
-        own[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);
-    }
-    // unroll
-    for (var i = 0u; i < OWN_VECTORS; i++) {
-        if (i * INVOCATIONS + invocation < HEADS * QUERY_VECTORS) {
-            query[i * INVOCATIONS + invocation] = own[i];
-        }
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_totals.wgsl#subgroup
-// ----------------------------------------------------------------------------------------------------
-
-// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over
-// the team: invocations are numbered subgroup by subgroup (see attend/numbering.wgsl#subgroup), and subgroups have 32
-// lanes. A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups
-// it hands the scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as
-// its token quarter ^ i, and owned by lane 8 i + j.
-//
-// needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
-// gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
-
-// Each team scores a tile of its own, or none. A team is a subgroup, so that branch is the same for all of its lanes.
-// The compiler of a browser cannot see this, so the next line is turned into a directive for it:
-//
-// diagnostic(off, subgroup_uniformity);
-
-// Groups that the tokens of a lane lie in.
-const LANE_GROUPS: u32 = 1u;
-
-// Each lane's part: [group][head].
-var<private> biases: array<f32, KEY_TOKEN_GROUPS * HEADS>;
-
-fn scored_group(lane: u32, n: u32) -> u32 {
-    return lane / 8u * KEY_TOKEN_GROUPS / 4u;
-}
-
-fn scored_token(lane: u32, i: u32) -> u32 {
-    return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
-}
-
-// Four lanes, 8 apart, exchange four scores each. Score i goes to the lane whose number differs by 8 i. That lane takes
-// it for its token of the quarter that differs from its own by i.
-fn arrange_scores(head: u32, lane: u32) {
-    if (KEY_TOKEN_GROUPS == 1u) {
-        return;
-    }
-    let a = token_scores[head * LANE_TOKENS];
-    let b = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 1u], 8u);
-    let c = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 2u], 16u);
-    let d = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 3u], 24u);
-    let odd = (lane & 8u) != 0u;
-    let upper = (lane & 16u) != 0u;
-    let ab = select(a, b, odd);
-    let ba = select(b, a, odd);
-    let cd = select(c, d, odd);
-    let dc = select(d, c, odd);
-    token_scores[head * LANE_TOKENS] = select(ab, cd, upper);
-    token_scores[head * LANE_TOKENS + 1u] = select(ba, dc, upper);
-    token_scores[head * LANE_TOKENS + 2u] = select(cd, ab, upper);
-    token_scores[head * LANE_TOKENS + 3u] = select(dc, ba, upper);
-}
-
-fn add_bias(i: u32, group: u32, head: u32, part: f32) {
-    biases[group * HEADS + head] = select(biases[group * HEADS + head] + part, part, i == 0u);
-}
-
-fn team_largest(own: f32, team: u32, head: u32) -> f32 {
-    // Bits of floats that are not negative are ordered.
-    return bitcast<f32>(subgroupMax(bitcast<u32>(own)));
-}
-
-// Number of sums that remain after every exchange of halves.
-const BIASES: u32 = KEY_TOKEN_GROUPS * HEADS;
-const BIASES_1: u32 = (BIASES + 1u) / 2u;
-const BIASES_2: u32 = (BIASES_1 + 1u) / 2u;
-const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
-const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
-const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
-
-// Of two sums the lane keeps the first, and the lane `apart` from it keeps the second. Each adds the other's part of
-// its sum. Without a second sum, half of the lanes keep none.
-fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
-    let odd = (lane & apart) != 0u;
-    return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);
-}
-
-// Sums all biases over the lanes. After five exchanges of halves a lane has one of them or none.
-fn finish_key_totals(team: u32, lane: u32) {
-    // unroll
-    for (var i = 0u; i < BIASES_1; i++) {
-        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_1, BIASES - 1u)], i + BIASES_1 < BIASES), lane, 1u);
-    }
-    // unroll
-    for (var i = 0u; i < BIASES_2; i++) {
-        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_2, BIASES_1 - 1u)], i + BIASES_2 < BIASES_1), lane, 2u);
-    }
-    // unroll
-    for (var i = 0u; i < BIASES_3; i++) {
-        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_3, BIASES_2 - 1u)], i + BIASES_3 < BIASES_2), lane, 4u);
-    }
-    // unroll
-    for (var i = 0u; i < BIASES_4; i++) {
-        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_4, BIASES_3 - 1u)], i + BIASES_4 < BIASES_3), lane, 8u);
-    }
-    // unroll
-    for (var i = 0u; i < BIASES_5; i++) {
-        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_5, BIASES_4 - 1u)], i + BIASES_5 < BIASES_4), lane, 16u);
-    }
-    // The index of that sum, from the last exchange to the first.
-    let at_4 = lane / 16u % 2u * BIASES_5;
-    let at_3 = at_4 + lane / 8u % 2u * BIASES_4;
-    let at_2 = at_3 + lane / 4u % 2u * BIASES_3;
-    let at_1 = at_2 + lane / 2u % 2u * BIASES_2;
-    let at = at_1 + lane % 2u * BIASES_1;
-    if (at_4 < BIASES_4 && at_3 < BIASES_3 && at_2 < BIASES_2 && at_1 < BIASES_1 && at < BIASES) {
-        group_biases[team * BIASES + at] = biases[0];
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_totals.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called first.
-fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#groups
-// ----------------------------------------------------------------------------------------------------
 
 alias KeyVector = vec4<u32>;
 
@@ -710,12 +435,271 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
 fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_bytes.wgsl#top
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of keys, affine codes. A field shifted to the top of its byte is the signed code times
+// 2^(8-bits). The scale compensates for this factor.
+//
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_BITS, KEY_PLANES, KEY_QUADS, key_bytes
+// set by plans: KEY_BITS, KEY_MASK
+
+const KEY_BITS: u32 = 2u;
+// The top KEY_BITS bits of every byte.
+const KEY_MASK: u32 = 3233857728u;
+const KEY_PLANES: u32 = 8u / KEY_BITS;
+// Sets of four field groups in a vector: KEY_VECTOR words of the top bit plane, then of the one below.
+const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
+
+fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
+    return (words[f % KEY_VECTOR] << ((quad * (4u / KEY_VECTOR) + f / KEY_VECTOR) * KEY_BITS)) & KEY_MASK;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/prepared_query.wgsl#query_fields
+// ----------------------------------------------------------------------------------------------------
+
+// A query as integers: QUERY_PLANES byte planes of field-group words, low byte first, both signed. Integers span
+// ±QUERY_LARGEST: 127 in one plane, 32639 in two, so that both bytes stay signed.
+//
+// gives: QUERY_LARGEST, CODE_UNIT, place, integers, bytes, high_bytes
+// set by plans: QUERY_LARGEST, CODE_UNIT, PLACE_WORDS, PLACE_PLANES
+
+const QUERY_LARGEST: f32 = 127.0f;
+// Factor of a dot product of integers and key bytes, in addition to the query's own scale: 2^(bits-8) for affine codes,
+// which are shifted to the top of their bytes, and the unit of a codebook's levels.
+const CODE_UNIT: f32 = 0.015625f;
+// Words of a vector of keys, and bit planes of a word; a vector of 3-bit codes counts as one word of eight planes.
+const PLACE_WORDS: u32 = 4u;
+const PLACE_PLANES: u32 = 4u;
+
+// Field groups in the order in which `scores` and `attend` use them: within a vector of words, bit plane by bit plane
+// from the top.
+fn place(field: u32) -> u32 {
+    let in_vector = field % (PLACE_WORDS * PLACE_PLANES);
+    return field - in_vector + (PLACE_PLANES - 1u - in_vector % PLACE_PLANES) * PLACE_WORDS + in_vector / PLACE_PLANES;
+}
+
+fn integers(scaled: vec4<f32>, largest: f32) -> vec4<i32> {
+    if (largest > 0f) {
+        return vec4<i32>(round(scaled * (QUERY_LARGEST / largest)));
+    }
+    return vec4<i32>(0i);
+}
+
+fn bytes(x: vec4<i32>) -> u32 {
+    let b = vec4<u32>(x) & vec4<u32>(255u);
+    return b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
+}
+
+// The byte plane above that of `bytes`.
+fn high_bytes(x: vec4<i32>) -> u32 {
+    return bytes((x + vec4<i32>(128i)) >> vec4<u32>(8u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query_bytes.wgsl#of_weights
+// ----------------------------------------------------------------------------------------------------
+
+// Query bytes in the memory of a step's weights. Scores are computed before a step has weights, and the bytes of the
+// next step once its values are added. That takes two extra barriers per step, and two thirds of the workgroup memory.
+//
+// needs: make_query_bytes, weight_bytes
+// gives: put_query_word, query_vector, prepare_keys_late
+
+fn put_query_word(vector: u32, word: u32, bytes: u32) {
+    weight_bytes[vector][word] = bytes;
+}
+
+fn query_vector(vector: u32) -> vec4<u32> {
+    return weight_bytes[vector];
+}
+
+fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {
+    if (first >= tiles) {
+        return;
+    }
+    workgroupBarrier();
+    make_query_bytes(first, tiles, team, lane);
+    workgroupBarrier();
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/query.wgsl#own_f32
+// ----------------------------------------------------------------------------------------------------
+
+// The given query, scaled. Every workgroup prepares that of its own heads.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
+// gives: load_query
+// set by plans: SCORE_SCALE
+
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
+// Vectors of an invocation.
+const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
+
+fn load_query(item: WorkItem, y: u32, invocation: u32) {
+    var own: array<vec4<f32>, OWN_VECTORS>;
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        let at = min(i * INVOCATIONS + invocation, HEADS * QUERY_VECTORS - 1u);
+        let row = input_row(item, y, at / QUERY_VECTORS);
+        let field = at % QUERY_VECTORS;
+        // Channels past HEAD_DIM are padding of the row of keys.
+        own[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);
+    }
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        if (i * INVOCATIONS + invocation < HEADS * QUERY_VECTORS) {
+            query[i * INVOCATIONS + invocation] = own[i];
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input.wgsl#f16
+// ----------------------------------------------------------------------------------------------------
+
+// A dense f16 tensor, read four elements at a time.
+//
+// gives: input4
+// binds: 2 inputs
+
+@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
+    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/input_rows.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn input_at(index: u32) -> u32 {
+    return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/key_totals.wgsl#subgroup
+// ----------------------------------------------------------------------------------------------------
+
+// The largest scaled query of a tile and head and the constant part of the scores of every group, by reductions over
+// the team: invocations are numbered subgroup by subgroup (see attend/numbering.wgsl#subgroup), and subgroups have 32
+// lanes. A lane scores four tokens of one group, so that it meets one query per head. Where a tile has several groups
+// it hands the scores to the lanes that own the tokens: 32 · quarter + 8 i + j is scored by lane 8 · quarter + j, as
+// its token quarter ^ i, and owned by lane 8 i + j.
+//
+// needs: HEADS, KEY_TOKEN_GROUPS, LANE_TOKENS, group_biases, token_scores
+// gives: LANE_GROUPS, scored_group, scored_token, arrange_scores, add_bias, team_largest, finish_key_totals
+
+// Each team scores a tile of its own, or none. A team is a subgroup, so that branch is the same for all of its lanes.
+// The compiler of a browser cannot see this, so the next line is turned into a directive for it:
+//
+// diagnostic(off, subgroup_uniformity);
+
+// Groups that the tokens of a lane lie in.
+const LANE_GROUPS: u32 = 1u;
+
+// Each lane's part: [group][head].
+var<private> biases: array<f32, KEY_TOKEN_GROUPS * HEADS>;
+
+fn scored_group(lane: u32, n: u32) -> u32 {
+    return lane / 8u * KEY_TOKEN_GROUPS / 4u;
+}
+
+fn scored_token(lane: u32, i: u32) -> u32 {
+    return select(lane / 8u * 32u + ((lane / 8u) ^ i) * 8u + lane % 8u, i * 32u + lane, KEY_TOKEN_GROUPS == 1u);
+}
+
+// Four lanes, 8 apart, exchange four scores each. Score i goes to the lane whose number differs by 8 i. That lane takes
+// it for its token of the quarter that differs from its own by i.
+fn arrange_scores(head: u32, lane: u32) {
+    if (KEY_TOKEN_GROUPS == 1u) {
+        return;
+    }
+    let a = token_scores[head * LANE_TOKENS];
+    let b = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 1u], 8u);
+    let c = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 2u], 16u);
+    let d = subgroupShuffleXor(token_scores[head * LANE_TOKENS + 3u], 24u);
+    let odd = (lane & 8u) != 0u;
+    let upper = (lane & 16u) != 0u;
+    let ab = select(a, b, odd);
+    let ba = select(b, a, odd);
+    let cd = select(c, d, odd);
+    let dc = select(d, c, odd);
+    token_scores[head * LANE_TOKENS] = select(ab, cd, upper);
+    token_scores[head * LANE_TOKENS + 1u] = select(ba, dc, upper);
+    token_scores[head * LANE_TOKENS + 2u] = select(cd, ab, upper);
+    token_scores[head * LANE_TOKENS + 3u] = select(dc, ba, upper);
+}
+
+fn add_bias(i: u32, group: u32, head: u32, part: f32) {
+    biases[group * HEADS + head] = select(biases[group * HEADS + head] + part, part, i == 0u);
+}
+
+fn team_largest(own: f32, team: u32, head: u32) -> f32 {
+    // Bits of floats that are not negative are ordered.
+    return bitcast<f32>(subgroupMax(bitcast<u32>(own)));
+}
+
+// Number of sums that remain after every exchange of halves.
+const BIASES: u32 = KEY_TOKEN_GROUPS * HEADS;
+const BIASES_1: u32 = (BIASES + 1u) / 2u;
+const BIASES_2: u32 = (BIASES_1 + 1u) / 2u;
+const BIASES_3: u32 = (BIASES_2 + 1u) / 2u;
+const BIASES_4: u32 = (BIASES_3 + 1u) / 2u;
+const BIASES_5: u32 = (BIASES_4 + 1u) / 2u;
+
+// Of two sums the lane keeps the first, and the lane `apart` from it keeps the second. Each adds the other's part of
+// its sum. Without a second sum, half of the lanes keep none.
+fn exchanged(a: f32, b: f32, lane: u32, apart: u32) -> f32 {
+    let odd = (lane & apart) != 0u;
+    return select(a, b, odd) + subgroupShuffleXor(select(b, a, odd), apart);
+}
+
+// Sums all biases over the lanes. After five exchanges of halves a lane has one of them or none.
+fn finish_key_totals(team: u32, lane: u32) {
+    // unroll
+    for (var i = 0u; i < BIASES_1; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_1, BIASES - 1u)], i + BIASES_1 < BIASES), lane, 1u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_2; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_2, BIASES_1 - 1u)], i + BIASES_2 < BIASES_1), lane, 2u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_3; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_3, BIASES_2 - 1u)], i + BIASES_3 < BIASES_2), lane, 4u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_4; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_4, BIASES_3 - 1u)], i + BIASES_4 < BIASES_3), lane, 8u);
+    }
+    // unroll
+    for (var i = 0u; i < BIASES_5; i++) {
+        biases[i] = exchanged(biases[i], select(0f, biases[min(i + BIASES_5, BIASES_4 - 1u)], i + BIASES_5 < BIASES_4), lane, 16u);
+    }
+    // The index of that sum, from the last exchange to the first.
+    let at_4 = lane / 16u % 2u * BIASES_5;
+    let at_3 = at_4 + lane / 8u % 2u * BIASES_4;
+    let at_2 = at_3 + lane / 4u % 2u * BIASES_3;
+    let at_1 = at_2 + lane / 2u % 2u * BIASES_2;
+    let at = at_1 + lane % 2u * BIASES_1;
+    if (at_4 < BIASES_4 && at_3 < BIASES_3 && at_2 < BIASES_2 && at_1 < BIASES_1 && at < BIASES) {
+        group_biases[team * BIASES + at] = biases[0];
+    }
+}
+
+// Called first.
+fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
@@ -735,615 +719,6 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
-//
-// gives: ordered, from_ordered
-
-fn ordered(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
-    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
-}
-
-fn from_ordered(bits: u32) -> f32 {
-    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max.wgsl#subgroup
-// ----------------------------------------------------------------------------------------------------
-
-// Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
-// atomic maximum.
-//
-// gives: prepare_workgroup_max, largest_to_enter, enters
-
-var<private> first_of_subgroup: bool;
-
-fn prepare_workgroup_max() {
-    first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
-}
-
-fn largest_to_enter(value: u32) -> u32 {
-    return subgroupMax(value);
-}
-
-fn enters() -> bool {
-    return first_of_subgroup;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#byte
-// ----------------------------------------------------------------------------------------------------
-
-// Weighted sum of packed values with integer dot products, with weights of one byte.
-//
-// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, four in each of the eight
-// lanes whose field groups form two quads that are used one after the other. The sum of a block is folded into f32 with
-// the block's scale, exp2(block's maximum - running maximum). A large score therefore coarsens the weights of only the
-// 31 other tokens. If channels share their weights, the sum of weights is that of the integers: the mean of the values
-// is exact, and only deviations from it carry the error of the weights.
-//
-// Bytes are made unsigned for the unsigned dot product by adding 128. A block's sum is at most 32 · 255 · 255 < 2^23.
-// It therefore starts at the bits of 2^23 and equals that float plus the sum.
-//
-// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
-//   enter_value_tile, keep, leave_value_tile, tile_bases
-// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
-//   is_first_of_block, begin_values, store_bytes, add_values
-// set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#value_dots
-// ----------------------------------------------------------------------------------------------------
-
-// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
-// the end.
-//
-// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
-// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
-// 16-byte broadcasts.
-//
-// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
-//   ranged_output, sum_parts, write_lse
-// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
-// binds: 5 values
-// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_bytes.wgsl#top
-// ----------------------------------------------------------------------------------------------------
-
-// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
-// times 2^(8-bits). The unit of weights compensates for this factor.
-//
-// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
-//   unsigned_bytes, value_place
-// set by plans: VALUE_BITS, VALUE_MASK
-
-alias ValueVector = vec4<u32>;
-
-const VALUE_BITS: u32 = 2u;
-// The top VALUE_BITS bits of every byte.
-const VALUE_MASK: u32 = 3233857728u;
-const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
-// plane, from above.
-const VALUE_VECTORS: u32 = VALUE_BITS;
-const VALUE_QUADS: u32 = VALUE_PLANES;
-const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
-// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
-const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
-    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
-
-fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
-    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
-}
-
-// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
-fn unsigned_words(words: ValueVector) -> ValueVector {
-    return words ^ vec4<u32>(VALUE_TOPS);
-}
-
-fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
-    return value_bytes(words, quad, f);
-}
-
-// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
-// group % VALUE_PLANES from below.
-fn value_place(group: u32) -> vec2<u32> {
-    let word = group / VALUE_PLANES;
-    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#value_dots
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
-
-// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
-const CHANNELS: u32 = 2u;
-const CHANNEL_BLOCKS: u32 = 2u;
-const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
-
-// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
-const CHANNEL_STRIDE: u32 = 16u;
-
-var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
-
-// [head][channel]
-var<private> sums: array<f32, HEADS * CHANNELS>;
-
-fn value_pages() -> u32 {
-    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
-}
-
-fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
-    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
-    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
-}
-
-fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
-    var total: array<f32, HEADS>;
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        total[head] = sum_parts[head * INVOCATIONS];
-    }
-    finish_value_ranges(invocation);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
-                sums[head * CHANNELS + k];
-        }
-        workgroupBarrier();
-        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-            var sum = 0f;
-            // unroll
-            for (var block = 0u; block < TILE_BLOCKS; block++) {
-                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
-            }
-            let output = ranged_output(sum / total[head], head, total[head], channel);
-            put_output(item, y, head, channel, output);
-        }
-        finish_output(item, y, head, invocation);
-        write_lse(item, y, head, total[head], invocation);
-        workgroupBarrier();
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/byte_weights.wgsl#groups
-// ----------------------------------------------------------------------------------------------------
-
-// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
-// the product of the block's largest p and largest s. The rounding error of the integers multiplies only the middle of
-// the codes, c̄ = (2^bits - 1) / 2:
-//
-//   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
-//
-// where ŵ approximates p s, and the second sum is one per head and group.
-//
-// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
-// gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
-// set by plans: VALUE_CENTRE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/block_max.wgsl#subgroup
-// ----------------------------------------------------------------------------------------------------
-
-// Largest values over a block of eight lanes, by shuffles: invocations are numbered subgroup by subgroup (see
-// attend/numbering.wgsl#subgroup), and subgroups have at least 4 * BLOCK_STRIDE lanes.
-//
-// needs: BLOCK_MAXIMA, BLOCK_STRIDE
-// gives: enter_block_max, block_max
-
-// One for each of BLOCK_MAXIMA.
-var<private> block_maxima: array<f32, BLOCK_MAXIMA>;
-
-fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {
-    var largest = max(own, subgroupShuffleXor(own, 1u));
-    largest = max(largest, subgroupShuffleXor(largest, BLOCK_STRIDE));
-    block_maxima[at] = max(largest, subgroupShuffleXor(largest, 2u * BLOCK_STRIDE));
-}
-
-fn block_max(at: u32, parity: u32, team: u32, lane: u32) -> f32 {
-    return block_maxima[at];
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/block_max.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called before the first step.
-fn begin_block_maxima(invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges.wgsl#groups
-// ----------------------------------------------------------------------------------------------------
-
-// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales are multiplied
-// into the weights before these become integers, so every group of channels has its own weights. The rest is one sum
-// per head and group: see byte_weights.wgsl#groups.
-//
-// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
-//   weight_sum
-// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
-//   group_minima, largest_group_scale, finish_value_ranges, ranged_output
-// binds: 6 value_ranges
-
-// Scale and minimum in f16: [tile][group of channels][token].
-@group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
-
-// Ranges of the invocation's tokens in their stored form: [group][token].
-var<private> value_range: array<u32, WEIGHT_GROUPS * LANE_TOKENS>;
-// The common part of a group's outputs, relative to the running maximum: [group][head].
-var<private> common_sums: array<f32, WEIGHT_GROUPS * HEADS>;
-
-var<workgroup> common_totals: array<f32, WEIGHT_GROUPS * HEADS>;
-
-fn begin_common_sums() {
-    // unroll
-    for (var i = 0u; i < WEIGHT_GROUPS * HEADS; i++) {
-        common_sums[i] = 0f;
-    }
-}
-
-fn load_value_ranges(tile_base: u32, lane: u32) {
-    // unroll
-    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        // unroll
-        for (var i = 0u; i < LANE_TOKENS; i++) {
-            value_range[group * LANE_TOKENS + i] = value_ranges[(tile_base * WEIGHT_GROUPS + group) * TILE_TOKENS + i * 32u + lane];
-        }
-    }
-}
-
-fn skip_value_ranges() {
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        skip_value_range(i);
-    }
-}
-
-// Tokens that do not exist: the page may still hold data of an earlier span there.
-fn skip_value_range(i: u32) {
-    // unroll
-    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        value_range[group * LANE_TOKENS + i] = 0u;
-    }
-}
-
-fn group_scales(group: u32) -> vec4<f32> {
-    return vec4<f32>(
-        unpack2x16float(value_range[group * LANE_TOKENS]).x,
-        unpack2x16float(value_range[group * LANE_TOKENS + 1u]).x,
-        unpack2x16float(value_range[group * LANE_TOKENS + 2u]).x,
-        unpack2x16float(value_range[group * LANE_TOKENS + 3u]).x,
-    );
-}
-
-fn group_minima(group: u32) -> vec4<f32> {
-    return vec4<f32>(
-        unpack2x16float(value_range[group * LANE_TOKENS]).y,
-        unpack2x16float(value_range[group * LANE_TOKENS + 1u]).y,
-        unpack2x16float(value_range[group * LANE_TOKENS + 2u]).y,
-        unpack2x16float(value_range[group * LANE_TOKENS + 3u]).y,
-    );
-}
-
-fn largest_group_scale(group: u32) -> f32 {
-    let scales = group_scales(group);
-    return max(max(scales.x, scales.y), max(scales.z, scales.w));
-}
-
-fn finish_value_ranges(invocation: u32) {
-    // unroll
-    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        workgroupBarrier();
-        // unroll
-        for (var head = 0u; head < HEADS; head++) {
-            weight_sum[head] = common_sums[group * HEADS + head];
-        }
-        finish_sums(invocation);
-        if (invocation < HEADS) {
-            common_totals[group * HEADS + invocation] = sum_parts[invocation * INVOCATIONS];
-        }
-    }
-}
-
-fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
-    return mean + common_totals[channel / GROUP_CHANNELS * HEADS + head] / total;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called before and after a tile is added to the sums.
-fn enter_value_tile(tile_base: u32, team: u32, lane: u32) {}
-
-fn leave_value_tile() {}
-
-// Called when block `pair` of tile `tile` of the step is added, with the factor of its integers.
-fn enter_block(tile: u32, pair: u32, head: u32, scale: f32) {}
-
-// The factor of the sums of channel `k` of the lane when they are added.
-fn channel_scale(k: u32) -> f32 {
-    return 1f;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/byte_weights.wgsl#groups
-// ----------------------------------------------------------------------------------------------------
-
-// (2^bits - 1) / 2.
-const VALUE_CENTRE: f32 = 1.5f;
-// Maxima of a block: of the scores of every head, and of the scales of every group.
-const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
-
-// exp2(block's maximum - running maximum).
-var<private> block_units: array<f32, HEADS>;
-
-fn begin_value_ranges(invocation: u32) {
-    begin_common_sums();
-}
-
-fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
-    // unroll
-    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        enter_block_max(HEADS + group, largest_group_scale(group), parity, team, lane);
-    }
-}
-
-// Stores the weights of a head's tokens in place of their scores and returns their sum, relative to the new running
-// maximum.
-fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
-    let largest = block_max(head, parity, team, lane);
-    var sum = 0f;
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
-        sum += token_scores[head * LANE_TOKENS + i];
-    }
-    block_units[head] = exp2(largest - new_max);
-    return sum * block_units[head];
-}
-
-fn store_weights(team: u32, lane: u32, parity: u32) {
-    // unroll
-    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        let largest = block_max(HEADS + group, parity, team, lane);
-        let scales = group_scales(group);
-        // If every scale of the block is 0, all weights are 0.
-        let integers = scales * (255f / max(largest, 1e-30f));
-        let centres = group_minima(group) + VALUE_CENTRE * scales;
-        let unit = largest * LARGEST_WEIGHT_UNIT;
-        // unroll
-        for (var head = 0u; head < HEADS; head++) {
-            let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
-            // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
-            // Adding 181 wraps it around.
-            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
-            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
-            store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
-            let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
-            let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);
-            common_sums[group * HEADS + head] = common_sums[group * HEADS + head] * keep[head] + left * block_units[head];
-        }
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#byte
-// ----------------------------------------------------------------------------------------------------
-
-// Quad pairs of a tile.
-const TILE_QUAD_PAIRS: u32 = 4u;
-// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and their combinations are a block. VALUE_QUADS, but at least 2.
-const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
-// The fewest vectors that hold whole pairs, and their pairs.
-const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
-const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
-
-const TWO_TO_23: u32 = 1258291200u;
-const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
-// Factor of a sum of integer weights times bytes.
-const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
-
-// Groups of channels with weights of their own, and channels of a group.
-const WEIGHT_GROUPS: u32 = 4u;
-const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
-
-// [group of channels][head][tile of the step][quad], four field groups each, in the order of use. Groups lie in banks
-// of their own.
-const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
-// Number of vectors that another use of this memory needs (attend/query_bytes.wgsl#of_weights).
-const LEAST_WEIGHT_VECTORS: u32 = 528u;
-const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
-var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
-// [group of channels][tile of the step][quad pair][head]
-const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
-var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
-
-// The group of the lane's channels.
-fn weight_group(team: u32, lane: u32) -> u32 {
-    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
-}
-
-fn is_first_of_block(lane: u32) -> bool {
-    return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
-}
-
-fn begin_values(invocation: u32) {
-    begin_block_maxima(invocation);
-    // unroll
-    for (var i = 0u; i < HEADS * CHANNELS; i++) {
-        sums[i] = 0f;
-    }
-    begin_value_ranges(invocation);
-}
-
-// Stores the four weights of the invocation and, once per block, the value of a weight of 1.
-fn store_bytes(group: u32, head: u32, team: u32, lane: u32, bytes: u32, scale: f32) {
-    let place = value_place(lane);
-    weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + team) * 8u + place.x][place.y] = bytes;
-    if (is_first_of_block(lane)) {
-        block_scales[group * GROUP_SCALES + (team * TILE_QUAD_PAIRS + place.x / 2u) * HEADS + head] = scale * WEIGHT_UNIT;
-    }
-}
-
-fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            sums[head * CHANNELS + k] *= keep[head];
-        }
-    }
-    let group = weight_group(team, lane);
-    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
-    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
-    for (var tile = first_tile; tile < end_tile; tile++) {
-        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
-        enter_value_tile(tile_bases[first + tile], team, lane);
-        for (var first_vector = 0u; first_vector < VALUE_VECTORS; first_vector += PAIR_VECTORS) {
-            var words: array<ValueVector, PAIR_VECTORS * CHANNELS>;
-            // unroll
-            for (var v = 0u; v < PAIR_VECTORS; v++) {
-                // unroll
-                for (var k = 0u; k < CHANNELS; k++) {
-                    words[v * CHANNELS + k] = unsigned_words(values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)]);
-                }
-            }
-            for (var in_vectors = 0u; in_vectors < VECTOR_PAIRS; in_vectors++) {
-                let pair = first_vector / PAIR_VECTORS * VECTOR_PAIRS + in_vectors;
-                var pair_sums: array<u32, HEADS * CHANNELS>;
-                // unroll
-                for (var i = 0u; i < HEADS * CHANNELS; i++) {
-                    pair_sums[i] = TWO_TO_23;
-                }
-                // unroll
-                for (var q = 0u; q < 2u; q++) {
-                    var codes: array<u32, 4u * CHANNELS>;
-                    // unroll
-                    for (var f = 0u; f < 4u; f++) {
-                        // unroll
-                        for (var k = 0u; k < CHANNELS; k++) {
-                            codes[f * CHANNELS + k] = unsigned_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f);
-                        }
-                    }
-                    // unroll
-                    for (var head = 0u; head < HEADS; head++) {
-                        let w = weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + tile) * 8u + pair * 2u + q];
-                        // unroll
-                        for (var k = 0u; k < CHANNELS; k++) {
-                            let at = head * CHANNELS + k;
-                            // One addition of three operands for two products.
-                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y);
-                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w);
-                        }
-                    }
-                }
-                // unroll
-                for (var head = 0u; head < HEADS; head++) {
-                    let scale = block_scales[group * GROUP_SCALES + (tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
-                    enter_block(tile, pair, head, scale);
-                    // unroll
-                    for (var k = 0u; k < CHANNELS; k++) {
-                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * (scale * channel_scale(k));
-                    }
-                }
-            }
-        }
-        leave_value_tile();
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
-fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
-// ----------------------------------------------------------------------------------------------------
-
-// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
-//
-// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
-// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl#later
-// ----------------------------------------------------------------------------------------------------
-
-// States that `merge_states` joins.
-//
-// gives: states
-// binds: 7 states
-
-@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once the states of an item are written.
-fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
-// ----------------------------------------------------------------------------------------------------
-
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
-fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
-    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
-}
-
-fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
-    }
-}
-
-fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + FIELDS].x = lse;
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -1489,13 +864,574 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/attend.wgsl
+// shaders/common/ordered.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-@compute @workgroup_size(128)
-fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    if (!has_item(group)) {
-        return;
-    }
-    attend_item(item_of(group), group.x, number(numbering));
+// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
+
+fn ordered(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
 }
+
+fn from_ordered(bits: u32) -> f32 {
+    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/workgroup_max.wgsl#subgroup
+// ----------------------------------------------------------------------------------------------------
+
+// Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
+// atomic maximum.
+//
+// gives: prepare_workgroup_max, largest_to_enter, enters
+
+var<private> first_of_subgroup: bool;
+
+fn prepare_workgroup_max() {
+    first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
+}
+
+fn largest_to_enter(value: u32) -> u32 {
+    return subgroupMax(value);
+}
+
+fn enters() -> bool {
+    return first_of_subgroup;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/logits.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values.wgsl#byte
+// ----------------------------------------------------------------------------------------------------
+
+// Weighted sum of packed values with integer dot products, with weights of one byte.
+//
+// A weight is an integer 0 … 255 relative to the largest weight of its *block*: 32 tokens, four in each of the eight
+// lanes whose field groups form two quads that are used one after the other. The sum of a block is folded into f32 with
+// the block's scale, exp2(block's maximum - running maximum). A large score therefore coarsens the weights of only the
+// 31 other tokens. If channels share their weights, the sum of weights is that of the integers: the mean of the values
+// is exact, and only deviations from it carry the error of the weights.
+//
+// Bytes are made unsigned for the unsigned dot product by adding 128. A block's sum is at most 32 · 255 · 255 < 2^23.
+// It therefore starts at the bits of 2^23 and equals that float plus the sum.
+//
+// needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
+//   enter_value_tile, keep, leave_value_tile, tile_bases
+// gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
+//   is_first_of_block, begin_values, store_bytes, add_values
+// set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
+
+// Quad pairs of a tile.
+const TILE_QUAD_PAIRS: u32 = 4u;
+// Lanes l, l ^ 1, l ^ BLOCK_STRIDE, l ^ 2 BLOCK_STRIDE and their combinations are a block. VALUE_QUADS, but at least 2.
+const BLOCK_STRIDE: u32 = (VALUE_QUADS + 1u) / 2u * 2u;
+// The fewest vectors that hold whole pairs, and their pairs.
+const PAIR_VECTORS: u32 = (VALUE_QUADS + 1u) / VALUE_QUADS;
+const VECTOR_PAIRS: u32 = (VALUE_QUADS + 1u) / 2u;
+
+const TWO_TO_23: u32 = 1258291200u;
+const LARGEST_WEIGHT_UNIT: f32 = 1f / 255f;
+// Factor of a sum of integer weights times bytes.
+const WEIGHT_UNIT: f32 = 1f / VALUE_BYTE;
+
+// Groups of channels with weights of their own, and channels of a group.
+const WEIGHT_GROUPS: u32 = 4u;
+const GROUP_CHANNELS: u32 = HEAD_DIM / WEIGHT_GROUPS;
+
+// [group of channels][head][tile of the step][quad], four field groups each, in the order of use. Groups lie in banks
+// of their own.
+const GROUP_BYTES: u32 = HEADS * STEP_TILES * 8u + WEIGHT_GROUPS / 2u;
+// Number of vectors that another use of this memory needs (attend/query_bytes.wgsl#of_weights).
+const LEAST_WEIGHT_VECTORS: u32 = 528u;
+const WEIGHT_VECTORS: u32 = max(WEIGHT_GROUPS * GROUP_BYTES, LEAST_WEIGHT_VECTORS);
+var<workgroup> weight_bytes: array<vec4<u32>, WEIGHT_VECTORS>;
+// [group of channels][tile of the step][quad pair][head]
+const GROUP_SCALES: u32 = STEP_TILES * TILE_QUAD_PAIRS * HEADS;
+var<workgroup> block_scales: array<f32, WEIGHT_GROUPS * GROUP_SCALES>;
+
+// The group of the lane's channels.
+fn weight_group(team: u32, lane: u32) -> u32 {
+    return select(0u, own_channel(team, lane, 0u) / GROUP_CHANNELS, WEIGHT_GROUPS > 1u);
+}
+
+fn is_first_of_block(lane: u32) -> bool {
+    return (lane & (3u * BLOCK_STRIDE + 1u)) == 0u;
+}
+
+fn begin_values(invocation: u32) {
+    begin_block_maxima(invocation);
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+    begin_value_ranges(invocation);
+}
+
+// Stores the four weights of the invocation and, once per block, the value of a weight of 1.
+fn store_bytes(group: u32, head: u32, team: u32, lane: u32, bytes: u32, scale: f32) {
+    let place = value_place(lane);
+    weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + team) * 8u + place.x][place.y] = bytes;
+    if (is_first_of_block(lane)) {
+        block_scales[group * GROUP_SCALES + (team * TILE_QUAD_PAIRS + place.x / 2u) * HEADS + head] = scale * WEIGHT_UNIT;
+    }
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            sums[head * CHANNELS + k] *= keep[head];
+        }
+    }
+    let group = weight_group(team, lane);
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        enter_value_tile(tile_bases[first + tile], team, lane);
+        for (var first_vector = 0u; first_vector < VALUE_VECTORS; first_vector += PAIR_VECTORS) {
+            var words: array<ValueVector, PAIR_VECTORS * CHANNELS>;
+            // unroll
+            for (var v = 0u; v < PAIR_VECTORS; v++) {
+                // unroll
+                for (var k = 0u; k < CHANNELS; k++) {
+                    words[v * CHANNELS + k] = unsigned_words(values[base + (first_vector + v) * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)]);
+                }
+            }
+            for (var in_vectors = 0u; in_vectors < VECTOR_PAIRS; in_vectors++) {
+                let pair = first_vector / PAIR_VECTORS * VECTOR_PAIRS + in_vectors;
+                var pair_sums: array<u32, HEADS * CHANNELS>;
+                // unroll
+                for (var i = 0u; i < HEADS * CHANNELS; i++) {
+                    pair_sums[i] = TWO_TO_23;
+                }
+                // unroll
+                for (var q = 0u; q < 2u; q++) {
+                    var codes: array<u32, 4u * CHANNELS>;
+                    // unroll
+                    for (var f = 0u; f < 4u; f++) {
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            codes[f * CHANNELS + k] = unsigned_bytes(words[q * (PAIR_VECTORS - 1u) * CHANNELS + k], (in_vectors * 2u + q) % VALUE_QUADS, f);
+                        }
+                    }
+                    // unroll
+                    for (var head = 0u; head < HEADS; head++) {
+                        let w = weight_bytes[group * GROUP_BYTES + (head * STEP_TILES + tile) * 8u + pair * 2u + q];
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            let at = head * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[k], w.x) + dot4U8Packed(codes[CHANNELS + k], w.y);
+                            pair_sums[at] = pair_sums[at] + dot4U8Packed(codes[2u * CHANNELS + k], w.z) + dot4U8Packed(codes[3u * CHANNELS + k], w.w);
+                        }
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    let scale = block_scales[group * GROUP_SCALES + (tile * TILE_QUAD_PAIRS + pair) * HEADS + head];
+                    enter_block(tile, pair, head, scale);
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        sums[head * CHANNELS + k] += (bitcast<f32>(pair_sums[head * CHANNELS + k]) - 8388608f) * (scale * channel_scale(k));
+                    }
+                }
+            }
+        }
+        leave_value_tile();
+    }
+}
+
+// Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/products.wgsl#value_dots
+// ----------------------------------------------------------------------------------------------------
+
+// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
+// the end.
+//
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
+// 16-byte broadcasts.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
+//   ranged_output, sum_parts, write_lse
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
+// binds: 5 values
+// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 2u;
+const CHANNEL_BLOCKS: u32 = 2u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
+const CHANNEL_STRIDE: u32 = 16u;
+
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
+    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    var total: array<f32, HEADS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        total[head] = sum_parts[head * INVOCATIONS];
+    }
+    finish_value_ranges(invocation);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            let output = ranged_output(sum / total[head], head, total[head], channel);
+            put_output(item, y, head, channel, output);
+        }
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total[head], invocation);
+        workgroupBarrier();
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_bytes.wgsl#top
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
+// times 2^(8-bits). The unit of weights compensates for this factor.
+//
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
+//   unsigned_bytes, value_place
+// set by plans: VALUE_BITS, VALUE_MASK
+
+alias ValueVector = vec4<u32>;
+
+const VALUE_BITS: u32 = 2u;
+// The top VALUE_BITS bits of every byte.
+const VALUE_MASK: u32 = 3233857728u;
+const VALUE_PLANES: u32 = 8u / VALUE_BITS;
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
+// plane, from above.
+const VALUE_VECTORS: u32 = VALUE_BITS;
+const VALUE_QUADS: u32 = VALUE_PLANES;
+const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
+const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
+    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
+
+fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
+fn unsigned_words(words: ValueVector) -> ValueVector {
+    return words ^ vec4<u32>(VALUE_TOPS);
+}
+
+fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return value_bytes(words, quad, f);
+}
+
+// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
+// group % VALUE_PLANES from below.
+fn value_place(group: u32) -> vec2<u32> {
+    let word = group / VALUE_PLANES;
+    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/byte_weights.wgsl#groups
+// ----------------------------------------------------------------------------------------------------
+
+// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
+// the product of the block's largest p and largest s. The rounding error of the integers multiplies only the middle of
+// the codes, c̄ = (2^bits - 1) / 2:
+//
+//   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
+//
+// where ŵ approximates p s, and the second sum is one per head and group.
+//
+// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
+// gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
+// set by plans: VALUE_CENTRE
+
+// (2^bits - 1) / 2.
+const VALUE_CENTRE: f32 = 1.5f;
+// Maxima of a block: of the scores of every head, and of the scales of every group.
+const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
+
+// exp2(block's maximum - running maximum).
+var<private> block_units: array<f32, HEADS>;
+
+fn begin_value_ranges(invocation: u32) {
+    begin_common_sums();
+}
+
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        enter_block_max(HEADS + group, largest_group_scale(group), parity, team, lane);
+    }
+}
+
+// Stores the weights of a head's tokens in place of their scores and returns their sum, relative to the new running
+// maximum.
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+    let largest = block_max(head, parity, team, lane);
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
+        sum += token_scores[head * LANE_TOKENS + i];
+    }
+    block_units[head] = exp2(largest - new_max);
+    return sum * block_units[head];
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        let largest = block_max(HEADS + group, parity, team, lane);
+        let scales = group_scales(group);
+        // If every scale of the block is 0, all weights are 0.
+        let integers = scales * (255f / max(largest, 1e-30f));
+        let centres = group_minima(group) + VALUE_CENTRE * scales;
+        let unit = largest * LARGEST_WEIGHT_UNIT;
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
+            // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
+            // Adding 181 wraps it around.
+            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
+            let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
+            store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
+            let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
+            let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);
+            common_sums[group * HEADS + head] = common_sums[group * HEADS + head] * keep[head] + left * block_units[head];
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/block_max.wgsl#subgroup
+// ----------------------------------------------------------------------------------------------------
+
+// Largest values over a block of eight lanes, by shuffles: invocations are numbered subgroup by subgroup (see
+// attend/numbering.wgsl#subgroup), and subgroups have at least 4 * BLOCK_STRIDE lanes.
+//
+// needs: BLOCK_MAXIMA, BLOCK_STRIDE
+// gives: enter_block_max, block_max
+
+// One for each of BLOCK_MAXIMA.
+var<private> block_maxima: array<f32, BLOCK_MAXIMA>;
+
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {
+    var largest = max(own, subgroupShuffleXor(own, 1u));
+    largest = max(largest, subgroupShuffleXor(largest, BLOCK_STRIDE));
+    block_maxima[at] = max(largest, subgroupShuffleXor(largest, 2u * BLOCK_STRIDE));
+}
+
+fn block_max(at: u32, parity: u32, team: u32, lane: u32) -> f32 {
+    return block_maxima[at];
+}
+
+// Called before the first step.
+fn begin_block_maxima(invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_ranges.wgsl#groups
+// ----------------------------------------------------------------------------------------------------
+
+// Values with one range per token and group of channels: v = s u + m with u = c + 2^(bits-1). Scales are multiplied
+// into the weights before these become integers, so every group of channels has its own weights. The rest is one sum
+// per head and group: see byte_weights.wgsl#groups.
+//
+// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
+//   weight_sum
+// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
+//   group_minima, largest_group_scale, finish_value_ranges, ranged_output
+// binds: 6 value_ranges
+
+// Scale and minimum in f16: [tile][group of channels][token].
+@group(0) @binding(6) var<storage, read> value_ranges: array<u32>;
+
+// Ranges of the invocation's tokens in their stored form: [group][token].
+var<private> value_range: array<u32, WEIGHT_GROUPS * LANE_TOKENS>;
+// The common part of a group's outputs, relative to the running maximum: [group][head].
+var<private> common_sums: array<f32, WEIGHT_GROUPS * HEADS>;
+
+var<workgroup> common_totals: array<f32, WEIGHT_GROUPS * HEADS>;
+
+fn begin_common_sums() {
+    // unroll
+    for (var i = 0u; i < WEIGHT_GROUPS * HEADS; i++) {
+        common_sums[i] = 0f;
+    }
+}
+
+fn load_value_ranges(tile_base: u32, lane: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            value_range[group * LANE_TOKENS + i] = value_ranges[(tile_base * WEIGHT_GROUPS + group) * TILE_TOKENS + i * 32u + lane];
+        }
+    }
+}
+
+fn skip_value_ranges() {
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        skip_value_range(i);
+    }
+}
+
+// Tokens that do not exist: the page may still hold data of an earlier span there.
+fn skip_value_range(i: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        value_range[group * LANE_TOKENS + i] = 0u;
+    }
+}
+
+fn group_scales(group: u32) -> vec4<f32> {
+    return vec4<f32>(
+        unpack2x16float(value_range[group * LANE_TOKENS]).x,
+        unpack2x16float(value_range[group * LANE_TOKENS + 1u]).x,
+        unpack2x16float(value_range[group * LANE_TOKENS + 2u]).x,
+        unpack2x16float(value_range[group * LANE_TOKENS + 3u]).x,
+    );
+}
+
+fn group_minima(group: u32) -> vec4<f32> {
+    return vec4<f32>(
+        unpack2x16float(value_range[group * LANE_TOKENS]).y,
+        unpack2x16float(value_range[group * LANE_TOKENS + 1u]).y,
+        unpack2x16float(value_range[group * LANE_TOKENS + 2u]).y,
+        unpack2x16float(value_range[group * LANE_TOKENS + 3u]).y,
+    );
+}
+
+fn largest_group_scale(group: u32) -> f32 {
+    let scales = group_scales(group);
+    return max(max(scales.x, scales.y), max(scales.z, scales.w));
+}
+
+fn finish_value_ranges(invocation: u32) {
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        workgroupBarrier();
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            weight_sum[head] = common_sums[group * HEADS + head];
+        }
+        finish_sums(invocation);
+        if (invocation < HEADS) {
+            common_totals[group * HEADS + invocation] = sum_parts[invocation * INVOCATIONS];
+        }
+    }
+}
+
+fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
+    return mean + common_totals[channel / GROUP_CHANNELS * HEADS + head] / total;
+}
+
+// Called before and after a tile is added to the sums.
+fn enter_value_tile(tile_base: u32, team: u32, lane: u32) {}
+
+fn leave_value_tile() {}
+
+// Called when block `pair` of tile `tile` of the step is added, with the factor of its integers.
+fn enter_block(tile: u32, pair: u32, head: u32, scale: f32) {}
+
+// The factor of the sums of channel `k` of the lane when they are added.
+fn channel_scale(k: u32) -> f32 {
+    return 1f;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#states
+// ----------------------------------------------------------------------------------------------------
+
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
+// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+}
+
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge.wgsl#later
+// ----------------------------------------------------------------------------------------------------
+
+// States that `merge_states` joins.
+//
+// gives: states
+// binds: 7 states
+
+@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
+
+// Called once the states of an item are written.
+fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}

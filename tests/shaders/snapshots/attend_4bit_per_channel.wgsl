@@ -22,6 +22,14 @@
 // INVOCATIONS. Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights,
 // of which the largest is 1, or kept from 0.
 
+@compute @workgroup_size(128)
+fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    if (!has_item(group)) {
+        return;
+    }
+    attend_item(item_of(group), group.x, number(numbering));
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering.wgsl#subgroup
 // ----------------------------------------------------------------------------------------------------
@@ -66,23 +74,6 @@ fn number(numbering: Numbering) -> u32 {
 //   read_tile_base, keep_tile_base, query_head, query_of, head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct WorkItem {
     page_offset: u32,
@@ -196,6 +187,19 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/step_scores.wgsl#dot
 // ----------------------------------------------------------------------------------------------------
 
@@ -210,6 +214,91 @@ fn set_scores_lowest() {
 // gives: KeyVector, KEY_VECTOR, QUERY_PLANES, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
+
+alias KeyVector = vec4<u32>;
+
+@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
+
+// Words of a vector, and vectors of a token's row.
+const KEY_VECTOR: u32 = 4u;
+const KEY_VECTORS: u32 = 4u;
+
+const QUERY_PLANES: u32 = 2u;
+const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
+// One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
+// HEAD_DIM · 127 · 128 < 2^22.
+const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
+const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
+
+var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
+
+fn key_pages() -> u32 {
+    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
+}
+
+fn score_tile(item: WorkItem, tile: u32, lane: u32) {
+    let tile_base = tile_bases[tile];
+    // [byte plane][head][token]
+    var sums: array<i32, QUERY_PLANES * HEADS * LANE_TOKENS>;
+    // unroll
+    for (var i = 0u; i < QUERY_PLANES * HEADS * LANE_TOKENS; i++) {
+        sums[i] = SUM_START;
+    }
+    let first = tile_base * (KEY_VECTORS * TILE_TOKENS) + lane;
+    for (var vector = 0u; vector < KEY_VECTORS; vector++) {
+        let at = first + vector * TILE_TOKENS;
+        var words: array<KeyVector, LANE_TOKENS>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            words[i] = keys[at + i * 32u];
+        }
+        for (var quad = 0u; quad < KEY_QUADS; quad++) {
+            var codes: array<u32, 16>;
+            // unroll
+            for (var f = 0u; f < 4u; f++) {
+                // unroll
+                for (var i = 0u; i < LANE_TOKENS; i++) {
+                    codes[f * 4u + i] = key_bytes(words[i], quad, f);
+                }
+            }
+            // unroll
+            for (var head = 0u; head < HEADS; head++) {
+                // unroll
+                for (var plane = 0u; plane < QUERY_PLANES; plane++) {
+                    let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
+                    // unroll
+                    for (var i = 0u; i < LANE_TOKENS; i++) {
+                        let at_sum = (plane * HEADS + head) * LANE_TOKENS + i;
+                        // One addition of three operands for two products.
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y);
+                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w);
+                    }
+                }
+            }
+        }
+    }
+    load_key_ranges(tile_base, lane);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let constants = bitcast<vec4<f32>>(query[head * QUERY_ROW + QUERY_ROW - 1u]);
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            let low = sums[head * LANE_TOKENS + i];
+            let high = sums[((QUERY_PLANES - 1u) * HEADS + head) * LANE_TOKENS + i];
+            let sum = select(f32(low + (high << 8u)), bitcast<f32>(low) - 12582912f, QUERY_PLANES == 1u);
+            token_scores[head * LANE_TOKENS + i] = ranged_score(sum, constants, i);
+        }
+    }
+}
+
+// Called after that barrier. Prepares the keys of the first step.
+fn begin_keys(tiles: u32, team: u32, lane: u32) {}
+
+// Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
+fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
+
+// Called once the values of a step are added, when no barrier follows. Also prepares those of the next step.
+fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/key_bytes.wgsl#top
@@ -245,10 +334,6 @@ fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
     return sum * constants.x + constants.y;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_ranges.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // Called once per tile, between its products and its scores. Reads the ranges of the lane's tokens.
 fn load_key_ranges(tile_base: u32, lane: u32) {}
 
@@ -267,6 +352,64 @@ fn load_key_ranges(tile_base: u32, lane: u32) {}
 // gives: TEAM_HEADS, load_query
 // set by plans: SCORE_SCALE
 
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
+const TEAMS: u32 = INVOCATIONS / 32u;
+const TEAM_HEADS: u32 = (HEADS + TEAMS - 1u) / TEAMS;
+// Field groups of a lane, padding of the row of keys included.
+const LANE_FIELDS: u32 = (QUERY_VECTORS * 4u + 31u) / 32u;
+
+fn load_query(item: WorkItem, y: u32, invocation: u32) {
+    let lane = invocation % 32u;
+    let team = invocation / 32u;
+    var scaled: array<vec4<f32>, TEAM_HEADS * LANE_FIELDS>;
+    // unroll
+    for (var own = 0u; own < TEAM_HEADS; own++) {
+        let head = min(own * TEAMS + team, HEADS - 1u);
+        let query_row = input_row(item, y, head) * (HEAD_DIM / 4u);
+        let range_row = (existing_slot(item.range_slot) * KV_HEADS + y / CHUNKS) * HEAD_DIM;
+        var parts = vec3<f32>(0f);
+        // unroll
+        for (var i = 0u; i < LANE_FIELDS; i++) {
+            // Channels past HEAD_DIM are padding of the row of keys, and 0.
+            let field = min(i * 32u + lane, HEAD_DIM / 4u - 1u);
+            let q = input4(query_row + field) * select(0f, SCORE_SCALE, i * 32u + lane < HEAD_DIM / 4u);
+            let folded = scale_query(q, range_row + field * 4u);
+            let magnitude = abs(folded);
+            let largest = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
+            parts = vec3<f32>(max(parts.x, largest), parts.y + query_bias(q, range_row + field * 4u), parts.z + (q.x + q.y + q.z + q.w));
+            scaled[own * LANE_FIELDS + i] = folded;
+        }
+        enter_totals(own, parts, own * TEAMS + team, lane);
+    }
+    totals_entered();
+    // unroll
+    for (var own = 0u; own < TEAM_HEADS; own++) {
+        let head = own * TEAMS + team;
+        if (head < HEADS) {
+            let totals = team_totals(own, head);
+            // unroll
+            for (var i = 0u; i < LANE_FIELDS; i++) {
+                let field = i * 32u + lane;
+                if (field < QUERY_VECTORS * 4u) {
+                    let whole = integers(scaled[own * LANE_FIELDS + i], totals.x);
+                    let at = place(field);
+                    query[head * QUERY_ROW + at / 4u][at % 4u] = bytes(whole);
+                    // unroll
+                    for (var plane = 0u; plane < QUERY_PLANES - 1u; plane++) {
+                        query[head * QUERY_ROW + QUERY_VECTORS + at / 4u][at % 4u] = high_bytes(whole);
+                    }
+                }
+            }
+            if (lane == 0u) {
+                query[head * QUERY_ROW + QUERY_ROW - 1u] =
+                    bitcast<vec4<u32>>(vec4<f32>(totals.x / QUERY_LARGEST * CODE_UNIT, totals.y, totals.z, 0f));
+            }
+        }
+    }
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -276,23 +419,19 @@ fn load_key_ranges(tile_base: u32, lane: u32) {}
 // gives: input4
 // binds: 2 inputs
 
+@group(0) @binding(2) var<storage, read_write> inputs: array<vec2<u32>>;
+
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
+    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/input_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
 fn input_at(index: u32) -> u32 {
     return index;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(2) var<storage, read_write> inputs: array<vec2<u32>>;
-
-fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
-    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -402,167 +541,8 @@ fn team_totals(own: u32, head: u32) -> vec3<f32> {
     return totals_of_team[own];
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/team_totals.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // Called by all invocations between the two.
 fn totals_entered() {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/query.wgsl#own
-// ----------------------------------------------------------------------------------------------------
-
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
-
-const TEAMS: u32 = INVOCATIONS / 32u;
-const TEAM_HEADS: u32 = (HEADS + TEAMS - 1u) / TEAMS;
-// Field groups of a lane, padding of the row of keys included.
-const LANE_FIELDS: u32 = (QUERY_VECTORS * 4u + 31u) / 32u;
-
-fn load_query(item: WorkItem, y: u32, invocation: u32) {
-    let lane = invocation % 32u;
-    let team = invocation / 32u;
-    var scaled: array<vec4<f32>, TEAM_HEADS * LANE_FIELDS>;
-    // unroll
-    for (var own = 0u; own < TEAM_HEADS; own++) {
-        let head = min(own * TEAMS + team, HEADS - 1u);
-        let query_row = input_row(item, y, head) * (HEAD_DIM / 4u);
-        let range_row = (existing_slot(item.range_slot) * KV_HEADS + y / CHUNKS) * HEAD_DIM;
-        var parts = vec3<f32>(0f);
-        // unroll
-        for (var i = 0u; i < LANE_FIELDS; i++) {
-            // Channels past HEAD_DIM are padding of the row of keys, and 0.
-            let field = min(i * 32u + lane, HEAD_DIM / 4u - 1u);
-            let q = input4(query_row + field) * select(0f, SCORE_SCALE, i * 32u + lane < HEAD_DIM / 4u);
-            let folded = scale_query(q, range_row + field * 4u);
-            let magnitude = abs(folded);
-            let largest = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
-            parts = vec3<f32>(max(parts.x, largest), parts.y + query_bias(q, range_row + field * 4u), parts.z + (q.x + q.y + q.z + q.w));
-            scaled[own * LANE_FIELDS + i] = folded;
-        }
-        enter_totals(own, parts, own * TEAMS + team, lane);
-    }
-    totals_entered();
-    // unroll
-    for (var own = 0u; own < TEAM_HEADS; own++) {
-        let head = own * TEAMS + team;
-        if (head < HEADS) {
-            let totals = team_totals(own, head);
-            // unroll
-            for (var i = 0u; i < LANE_FIELDS; i++) {
-                let field = i * 32u + lane;
-                if (field < QUERY_VECTORS * 4u) {
-                    let whole = integers(scaled[own * LANE_FIELDS + i], totals.x);
-                    let at = place(field);
-                    query[head * QUERY_ROW + at / 4u][at % 4u] = bytes(whole);
-                    // unroll
-                    for (var plane = 0u; plane < QUERY_PLANES - 1u; plane++) {
-                        query[head * QUERY_ROW + QUERY_VECTORS + at / 4u][at % 4u] = high_bytes(whole);
-                    }
-                }
-            }
-            if (lane == 0u) {
-                query[head * QUERY_ROW + QUERY_ROW - 1u] =
-                    bitcast<vec4<u32>>(vec4<f32>(totals.x / QUERY_LARGEST * CODE_UNIT, totals.y, totals.z, 0f));
-            }
-        }
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-alias KeyVector = vec4<u32>;
-
-@group(0) @binding(3) var<storage, read> keys: array<KeyVector>;
-
-// Words of a vector, and vectors of a token's row.
-const KEY_VECTOR: u32 = 4u;
-const KEY_VECTORS: u32 = 4u;
-
-const QUERY_PLANES: u32 = 2u;
-const QUERY_VECTORS: u32 = KEY_VECTORS * KEY_QUADS;
-// One plane's sums start at the bits of 1.5 · 2^23 and are that float plus the sum: in magnitude a sum is at most
-// HEAD_DIM · 127 · 128 < 2^22.
-const SUM_START: i32 = i32((2u - QUERY_PLANES) * 1262485504u);
-const QUERY_ROW: u32 = QUERY_PLANES * QUERY_VECTORS + 1u;
-
-var<workgroup> query: array<vec4<u32>, HEADS * QUERY_ROW>;
-
-fn key_pages() -> u32 {
-    return arrayLength(&keys) / (KEY_VECTORS * TILE_TOKENS * KV_HEADS);
-}
-
-fn score_tile(item: WorkItem, tile: u32, lane: u32) {
-    let tile_base = tile_bases[tile];
-    // [byte plane][head][token]
-    var sums: array<i32, QUERY_PLANES * HEADS * LANE_TOKENS>;
-    // unroll
-    for (var i = 0u; i < QUERY_PLANES * HEADS * LANE_TOKENS; i++) {
-        sums[i] = SUM_START;
-    }
-    let first = tile_base * (KEY_VECTORS * TILE_TOKENS) + lane;
-    for (var vector = 0u; vector < KEY_VECTORS; vector++) {
-        let at = first + vector * TILE_TOKENS;
-        var words: array<KeyVector, LANE_TOKENS>;
-        // unroll
-        for (var i = 0u; i < LANE_TOKENS; i++) {
-            words[i] = keys[at + i * 32u];
-        }
-        for (var quad = 0u; quad < KEY_QUADS; quad++) {
-            var codes: array<u32, 16>;
-            // unroll
-            for (var f = 0u; f < 4u; f++) {
-                // unroll
-                for (var i = 0u; i < LANE_TOKENS; i++) {
-                    codes[f * 4u + i] = key_bytes(words[i], quad, f);
-                }
-            }
-            // unroll
-            for (var head = 0u; head < HEADS; head++) {
-                // unroll
-                for (var plane = 0u; plane < QUERY_PLANES; plane++) {
-                    let q = query[head * QUERY_ROW + plane * QUERY_VECTORS + vector * KEY_QUADS + quad];
-                    // unroll
-                    for (var i = 0u; i < LANE_TOKENS; i++) {
-                        let at_sum = (plane * HEADS + head) * LANE_TOKENS + i;
-                        // One addition of three operands for two products.
-                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[i], q.x) + dot4I8Packed(codes[4u + i], q.y);
-                        sums[at_sum] = sums[at_sum] + dot4I8Packed(codes[8u + i], q.z) + dot4I8Packed(codes[12u + i], q.w);
-                    }
-                }
-            }
-        }
-    }
-    load_key_ranges(tile_base, lane);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        let constants = bitcast<vec4<f32>>(query[head * QUERY_ROW + QUERY_ROW - 1u]);
-        // unroll
-        for (var i = 0u; i < LANE_TOKENS; i++) {
-            let low = sums[head * LANE_TOKENS + i];
-            let high = sums[((QUERY_PLANES - 1u) * HEADS + head) * LANE_TOKENS + i];
-            let sum = select(f32(low + (high << 8u)), bitcast<f32>(low) - 12582912f, QUERY_PLANES == 1u);
-            token_scores[head * LANE_TOKENS + i] = ranged_score(sum, constants, i);
-        }
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called after that barrier. Prepares the keys of the first step.
-fn begin_keys(tiles: u32, team: u32, lane: u32) {}
-
-// Called before the second barrier of a step. Prepares those of the next step, whose first tile is `first`.
-fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
-
-// Called once the values of a step are added, when no barrier follows. Also prepares those of the next step.
-fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
@@ -582,596 +562,6 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
-//
-// gives: ordered, from_ordered
-
-fn ordered(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
-    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
-}
-
-fn from_ordered(bits: u32) -> f32 {
-    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max.wgsl#subgroup
-// ----------------------------------------------------------------------------------------------------
-
-// Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
-// atomic maximum.
-//
-// gives: prepare_workgroup_max, largest_to_enter, enters
-
-var<private> first_of_subgroup: bool;
-
-fn prepare_workgroup_max() {
-    first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
-}
-
-fn largest_to_enter(value: u32) -> u32 {
-    return subgroupMax(value);
-}
-
-fn enters() -> bool {
-    return first_of_subgroup;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-// Weighted sum of packed values with integer dot products.
-//
-// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes. The invocation
-// that scored the four tokens of a field group packs them four to a word. Rounding is dithered by a fixed pattern over
-// the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
-// step outweighs the others by more than 2^16.
-//
-// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
-// gives: weight_bytes, begin_values, store_weights, add_values
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#value_dots
-// ----------------------------------------------------------------------------------------------------
-
-// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
-// the end.
-//
-// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
-// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
-// 16-byte broadcasts.
-//
-// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
-//   ranged_output, sum_parts, write_lse
-// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
-// binds: 5 values
-// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_bytes.wgsl#top
-// ----------------------------------------------------------------------------------------------------
-
-// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
-// times 2^(8-bits). The unit of weights compensates for this factor.
-//
-// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
-//   unsigned_bytes, value_place
-// set by plans: VALUE_BITS, VALUE_MASK
-
-alias ValueVector = vec4<u32>;
-
-const VALUE_BITS: u32 = 4u;
-// The top VALUE_BITS bits of every byte.
-const VALUE_MASK: u32 = 4042322160u;
-const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
-// plane, from above.
-const VALUE_VECTORS: u32 = VALUE_BITS;
-const VALUE_QUADS: u32 = VALUE_PLANES;
-const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
-// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
-const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
-    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
-
-fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
-    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
-}
-
-// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
-fn unsigned_words(words: ValueVector) -> ValueVector {
-    return words ^ vec4<u32>(VALUE_TOPS);
-}
-
-fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
-    return value_bytes(words, quad, f);
-}
-
-// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
-// group % VALUE_PLANES from below.
-fn value_place(group: u32) -> vec2<u32> {
-    let word = group / VALUE_PLANES;
-    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#value_dots
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
-
-// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
-const CHANNELS: u32 = 2u;
-const CHANNEL_BLOCKS: u32 = 2u;
-const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
-
-// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
-const CHANNEL_STRIDE: u32 = 32u;
-
-var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
-
-// [head][channel]
-var<private> sums: array<f32, HEADS * CHANNELS>;
-
-fn value_pages() -> u32 {
-    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
-}
-
-fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
-    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
-    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
-}
-
-fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
-    var total: array<f32, HEADS>;
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        total[head] = sum_parts[head * INVOCATIONS];
-    }
-    finish_value_ranges(invocation);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
-                sums[head * CHANNELS + k];
-        }
-        workgroupBarrier();
-        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-            var sum = 0f;
-            // unroll
-            for (var block = 0u; block < TILE_BLOCKS; block++) {
-                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
-            }
-            let output = ranged_output(sum / total[head], head, total[head], channel);
-            put_output(item, y, head, channel, output);
-        }
-        finish_output(item, y, head, invocation);
-        write_lse(item, y, head, total[head], invocation);
-        workgroupBarrier();
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#weights_of_step
-// ----------------------------------------------------------------------------------------------------
-
-// Weights relative to the step's maximum, and their exact sum.
-//
-// needs: HEADS, LANE_TOKENS, enter, token_scores
-// gives: weights, weigh
-
-// Weights of the invocation's tokens: [head][token].
-var<private> weights: array<f32, HEADS * LANE_TOKENS>;
-
-// Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
-fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
-    var sum = 0f;
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
-        sum += weights[head * LANE_TOKENS + i];
-    }
-    return sum * enter[head];
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges.wgsl#folded
-// ----------------------------------------------------------------------------------------------------
-
-// Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
-//
-// needs: HEAD_DIM, INVOCATIONS, KV_HEADS
-// gives: read_output_ranges, begin_value_ranges, ranged_output
-// binds: 6 value_span_ranges
-// set by plans: VALUE_MIDDLE
-
-// Scale and minimum: [range slot][KV head][channel].
-@group(0) @binding(6) var<storage, read> value_span_ranges: array<vec2<f32>>;
-
-const VALUE_MIDDLE: f32 = 8.0f;
-
-// Ranges of the outputs, by channel. They are read at the start of an item, so that nothing waits for them at its end.
-var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
-
-const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
-
-var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
-
-fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
-    let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
-    // unroll
-    for (var i = 0u; i < OWN_CHANNELS; i++) {
-        let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
-        own_ranges[i] = value_span_ranges[(slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
-    }
-}
-
-fn begin_value_ranges(invocation: u32) {
-    // unroll
-    for (var i = 0u; i < OWN_CHANNELS; i++) {
-        if (i * INVOCATIONS + invocation < HEAD_DIM) {
-            output_ranges[i * INVOCATIONS + invocation] = own_ranges[i];
-        }
-    }
-}
-
-fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
-    let range = output_ranges[channel];
-    return range.x * (mean + VALUE_MIDDLE) + range.y;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once the weights of a step are known, before they become integers.
-fn take_value_ranges(parity: u32) {}
-
-// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
-// the largest scale.
-fn ranged_weight(weight: f32, i: u32) -> f32 {
-    return weight;
-}
-
-// The largest scale of the step.
-fn largest_value_scale() -> f32 {
-    return 1f;
-}
-
-// Called once before the outputs are written, by all invocations.
-fn finish_value_ranges(invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-const LARGEST_WEIGHT: f32 = 32639f;
-// Factor of a sum of integer weights times bytes.
-const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
-const GOLDEN_RATIO: f32 = 0.618034f;
-
-// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
-var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
-// tokens of a step.
-var<private> dither: array<f32, LANE_TOKENS>;
-
-fn begin_values(invocation: u32) {
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        dither[i] = fract(f32(invocation / 32u * TILE_TOKENS + i * 32u + invocation % 32u) * GOLDEN_RATIO);
-    }
-    // unroll
-    for (var i = 0u; i < HEADS * CHANNELS; i++) {
-        sums[i] = 0f;
-    }
-    begin_value_ranges(invocation);
-}
-
-fn store_weights(team: u32, lane: u32, parity: u32) {
-    take_value_ranges(parity);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        var integers: vec4<u32>;
-        // unroll
-        for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
-        }
-        // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
-        let even = integers.x | (integers.z << 16u);
-        let odd = integers.y | (integers.w << 16u);
-        let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
-        // The low byte counts as signed, so it borrows from the high one where its top bit is set.
-        let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
-        let place = value_place(lane);
-        let at = (head * 2u * STEP_TILES + team) * 8u + place.x;
-        weight_bytes[at][place.y] = low;
-        weight_bytes[at + STEP_TILES * 8u][place.y] = high;
-    }
-}
-
-fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
-    // [byte plane][head][channel]
-    var step_sums: array<i32, 2u * HEADS * CHANNELS>;
-    // unroll
-    for (var i = 0u; i < 2u * HEADS * CHANNELS; i++) {
-        step_sums[i] = 0i;
-    }
-    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
-    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
-    for (var tile = first_tile; tile < end_tile; tile++) {
-        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
-        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
-            var words: array<ValueVector, CHANNELS>;
-            // unroll
-            for (var k = 0u; k < CHANNELS; k++) {
-                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
-            }
-            for (var quad = 0u; quad < VALUE_QUADS; quad++) {
-                var codes: array<u32, 4u * CHANNELS>;
-                // unroll
-                for (var f = 0u; f < 4u; f++) {
-                    // unroll
-                    for (var k = 0u; k < CHANNELS; k++) {
-                        codes[f * CHANNELS + k] = value_bytes(words[k], quad, f);
-                    }
-                }
-                // unroll
-                for (var head = 0u; head < HEADS; head++) {
-                    // unroll
-                    for (var plane = 0u; plane < 2u; plane++) {
-                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
-                        // unroll
-                        for (var k = 0u; k < CHANNELS; k++) {
-                            let at = (plane * HEADS + head) * CHANNELS + k;
-                            // One addition of three operands for two products.
-                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y);
-                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w);
-                        }
-                    }
-                }
-            }
-        }
-    }
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            let at = head * CHANNELS + k;
-            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
-            let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
-        }
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
-// all of them, or token `i`.
-fn load_value_ranges(tile_base: u32, lane: u32) {}
-
-fn skip_value_ranges() {}
-
-fn skip_value_range(i: u32) {}
-
-// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
-// `at`, and the ranges.
-fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
-
-fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
-// ----------------------------------------------------------------------------------------------------
-
-// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
-//
-// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
-// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl#last
-// ----------------------------------------------------------------------------------------------------
-
-// The workgroup that writes the last state of a query head merges all of them, as `merge_states` would.
-//
-// Every workgroup increments a counter once its states are written. The one that finds all others counted is the last.
-// Items have one query each. The next step finds the counter at 0 again. The states of others are visible for three
-// reasons: the memory is coherent, a storage barrier stands between the states and the count, and another between the
-// count and the reads. In WGSL a storage barrier orders memory for one workgroup only. The SPIR-V of naga orders it for
-// the device, so this part is for Vulkan (`Capabilities::coherent`).
-//
-// A team of 32 lanes merges a head; a lane owns every 32nd field group of four channels.
-//
-// needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, input_row, query_head
-// gives: states, merge_item
-// binds: 7 states, 9 arrived
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-// The output tensor in f16.
-//
-// gives: write_output
-// binds: 8 outputs
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn output_at(index: u32) -> u32 {
-    return index;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
-
-fn write_output(index: u32, x: vec4<f32>) {
-    outputs[min(output_at(index), arrayLength(&outputs) - 1u)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#join_states
-// ----------------------------------------------------------------------------------------------------
-
-// Merges attention states into a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE
-// together.
-//
-// needs: FIELDS, QUERY_HEADS, STATE_ROW, states
-// gives: join_states
-// set by plans: AT_ONCE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#joined
-// ----------------------------------------------------------------------------------------------------
-
-// States that were joined: sums relative to the largest log-sum-exp.
-//
-// gives: NO_LSE, Joined
-
-// Below every log-sum-exp.
-const NO_LSE: f32 = -1e30f;
-
-struct Joined {
-    sum: vec4<f32>,
-    weight_sum: f32,
-    largest: f32,
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#join_states
-// ----------------------------------------------------------------------------------------------------
-
-// Number of states whose loads are in flight together.
-const AT_ONCE: u32 = 8u;
-
-// Merges four channels of the existing states first, first + stride, ... below `wanted_end` of a query head.
-fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
-    let end = min(wanted_end, arrayLength(&states) / (QUERY_HEADS * STATE_ROW));
-    var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
-    for (var next = first; next < end; next += stride * AT_ONCE) {
-        var outputs_read: array<vec4<f32>, AT_ONCE>;
-        var lse: array<f32, AT_ONCE>;
-        // unroll
-        for (var i = 0u; i < AT_ONCE; i++) {
-            let row = (min(next + i * stride, end - 1u) * QUERY_HEADS + query_head) * STATE_ROW;
-            outputs_read[i] = states[row + field];
-            lse[i] = select(NO_LSE, states[row + FIELDS].x, next + i * stride < end);
-        }
-        let before = joined.largest;
-        // unroll
-        for (var i = 0u; i < AT_ONCE; i++) {
-            joined.largest = max(joined.largest, lse[i]);
-        }
-        let keep_before = exp(before - joined.largest);
-        joined.sum *= keep_before;
-        joined.weight_sum *= keep_before;
-        // unroll
-        for (var i = 0u; i < AT_ONCE; i++) {
-            let weight = exp(lse[i] - joined.largest);
-            joined.sum += outputs_read[i] * weight;
-            joined.weight_sum += weight;
-        }
-    }
-    return joined;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl#last
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
-// Number of workgroups that have written their state of a query head: [row][query head].
-@group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
-
-var<workgroup> is_last: array<u32, HEADS>;
-
-fn merge_item(item: WorkItem, y: u32, invocation: u32) {
-    storageBarrier();
-    if (invocation < HEADS) {
-        is_last[invocation] = 0u;
-        if (head_exists(item, y, invocation)) {
-            let counter = min(input_row(item, y, invocation), arrayLength(&arrived) - 1u);
-            if (atomicAdd(&arrived[counter], 1u) + 1u == item.states) {
-                atomicStore(&arrived[counter], 0u);
-                is_last[invocation] = 1u;
-            }
-        }
-    }
-    workgroupBarrier();
-    storageBarrier();
-    for (var head = invocation / 32u; head < HEADS; head += INVOCATIONS / 32u) {
-        if (is_last[head] == 1u) {
-            merge_head(item, query_head(y, head), invocation % 32u);
-        }
-    }
-}
-
-fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
-    for (var field = lane; field < FIELDS; field += 32u) {
-        let joined = join_states(item.first_state, item.first_state + item.states, 1u, query_head, field);
-        write_output((item.row * QUERY_HEADS + query_head) * FIELDS + field, joined.sum / joined.weight_sum);
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
-// ----------------------------------------------------------------------------------------------------
-
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
-fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
-    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
-}
-
-fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
-    }
-}
-
-fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + FIELDS].x = lse;
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -1317,13 +707,543 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/attend.wgsl
+// shaders/common/ordered.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-@compute @workgroup_size(128)
-fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    if (!has_item(group)) {
-        return;
-    }
-    attend_item(item_of(group), group.x, number(numbering));
+// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
+
+fn ordered(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
 }
+
+fn from_ordered(bits: u32) -> f32 {
+    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/workgroup_max.wgsl#subgroup
+// ----------------------------------------------------------------------------------------------------
+
+// Largest value over the workgroup. The first invocation of every subgroup contributes the subgroup's maximum to an
+// atomic maximum.
+//
+// gives: prepare_workgroup_max, largest_to_enter, enters
+
+var<private> first_of_subgroup: bool;
+
+fn prepare_workgroup_max() {
+    first_of_subgroup = subgroupExclusiveAdd(1u) == 0u;
+}
+
+fn largest_to_enter(value: u32) -> u32 {
+    return subgroupMax(value);
+}
+
+fn enters() -> bool {
+    return first_of_subgroup;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/logits.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values.wgsl#dot
+// ----------------------------------------------------------------------------------------------------
+
+// Weighted sum of packed values with integer dot products.
+//
+// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes. The invocation
+// that scored the four tokens of a field group packs them four to a word. Rounding is dithered by a fixed pattern over
+// the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
+// step outweighs the others by more than 2^16.
+//
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
+// gives: weight_bytes, begin_values, store_weights, add_values
+
+const LARGEST_WEIGHT: f32 = 32639f;
+// Factor of a sum of integer weights times bytes.
+const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
+const GOLDEN_RATIO: f32 = 0.618034f;
+
+// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
+// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
+// tokens of a step.
+var<private> dither: array<f32, LANE_TOKENS>;
+
+fn begin_values(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        dither[i] = fract(f32(invocation / 32u * TILE_TOKENS + i * 32u + invocation % 32u) * GOLDEN_RATIO);
+    }
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+    begin_value_ranges(invocation);
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    take_value_ranges(parity);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        var integers: vec4<u32>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
+        }
+        // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
+        let even = integers.x | (integers.z << 16u);
+        let odd = integers.y | (integers.w << 16u);
+        let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
+        // The low byte counts as signed, so it borrows from the high one where its top bit is set.
+        let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
+        let place = value_place(lane);
+        let at = (head * 2u * STEP_TILES + team) * 8u + place.x;
+        weight_bytes[at][place.y] = low;
+        weight_bytes[at + STEP_TILES * 8u][place.y] = high;
+    }
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    // [byte plane][head][channel]
+    var step_sums: array<i32, 2u * HEADS * CHANNELS>;
+    // unroll
+    for (var i = 0u; i < 2u * HEADS * CHANNELS; i++) {
+        step_sums[i] = 0i;
+    }
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
+            var words: array<ValueVector, CHANNELS>;
+            // unroll
+            for (var k = 0u; k < CHANNELS; k++) {
+                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+            }
+            for (var quad = 0u; quad < VALUE_QUADS; quad++) {
+                var codes: array<u32, 4u * CHANNELS>;
+                // unroll
+                for (var f = 0u; f < 4u; f++) {
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        codes[f * CHANNELS + k] = value_bytes(words[k], quad, f);
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    // unroll
+                    for (var plane = 0u; plane < 2u; plane++) {
+                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            let at = (plane * HEADS + head) * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y);
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            let at = head * CHANNELS + k;
+            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
+            let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
+            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
+        }
+    }
+}
+
+// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// all of them, or token `i`.
+fn load_value_ranges(tile_base: u32, lane: u32) {}
+
+fn skip_value_ranges() {}
+
+fn skip_value_range(i: u32) {}
+
+// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// `at`, and the ranges.
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
+
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/products.wgsl#value_dots #weights_of_step
+// ----------------------------------------------------------------------------------------------------
+
+// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
+// the end.
+//
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
+// 16-byte broadcasts.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
+//   ranged_output, sum_parts, write_lse
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
+// binds: 5 values
+// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 2u;
+const CHANNEL_BLOCKS: u32 = 2u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
+const CHANNEL_STRIDE: u32 = 32u;
+
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
+    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    var total: array<f32, HEADS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        total[head] = sum_parts[head * INVOCATIONS];
+    }
+    finish_value_ranges(invocation);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            let output = ranged_output(sum / total[head], head, total[head], channel);
+            put_output(item, y, head, channel, output);
+        }
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total[head], invocation);
+        workgroupBarrier();
+    }
+}
+
+// Weights relative to the step's maximum, and their exact sum.
+//
+// needs: HEADS, LANE_TOKENS, enter, token_scores
+// gives: weights, weigh
+
+// Weights of the invocation's tokens: [head][token].
+var<private> weights: array<f32, HEADS * LANE_TOKENS>;
+
+// Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
+        sum += weights[head * LANE_TOKENS + i];
+    }
+    return sum * enter[head];
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_bytes.wgsl#top
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
+// times 2^(8-bits). The unit of weights compensates for this factor.
+//
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
+//   unsigned_bytes, value_place
+// set by plans: VALUE_BITS, VALUE_MASK
+
+alias ValueVector = vec4<u32>;
+
+const VALUE_BITS: u32 = 4u;
+// The top VALUE_BITS bits of every byte.
+const VALUE_MASK: u32 = 4042322160u;
+const VALUE_PLANES: u32 = 8u / VALUE_BITS;
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
+// plane, from above.
+const VALUE_VECTORS: u32 = VALUE_BITS;
+const VALUE_QUADS: u32 = VALUE_PLANES;
+const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
+const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
+    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
+
+fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
+fn unsigned_words(words: ValueVector) -> ValueVector {
+    return words ^ vec4<u32>(VALUE_TOPS);
+}
+
+fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return value_bytes(words, quad, f);
+}
+
+// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
+// group % VALUE_PLANES from below.
+fn value_place(group: u32) -> vec2<u32> {
+    let word = group / VALUE_PLANES;
+    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_ranges.wgsl#folded
+// ----------------------------------------------------------------------------------------------------
+
+// Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
+//
+// needs: HEAD_DIM, INVOCATIONS, KV_HEADS
+// gives: read_output_ranges, begin_value_ranges, ranged_output
+// binds: 6 value_span_ranges
+// set by plans: VALUE_MIDDLE
+
+// Scale and minimum: [range slot][KV head][channel].
+@group(0) @binding(6) var<storage, read> value_span_ranges: array<vec2<f32>>;
+
+const VALUE_MIDDLE: f32 = 8.0f;
+
+// Ranges of the outputs, by channel. They are read at the start of an item, so that nothing waits for them at its end.
+var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
+
+const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
+
+var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
+
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
+    let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
+        own_ranges[i] = value_span_ranges[(slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+    }
+}
+
+fn begin_value_ranges(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        if (i * INVOCATIONS + invocation < HEAD_DIM) {
+            output_ranges[i * INVOCATIONS + invocation] = own_ranges[i];
+        }
+    }
+}
+
+fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
+    let range = output_ranges[channel];
+    return range.x * (mean + VALUE_MIDDLE) + range.y;
+}
+
+// Called once the weights of a step are known, before they become integers.
+fn take_value_ranges(parity: u32) {}
+
+// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
+// the largest scale.
+fn ranged_weight(weight: f32, i: u32) -> f32 {
+    return weight;
+}
+
+// The largest scale of the step.
+fn largest_value_scale() -> f32 {
+    return 1f;
+}
+
+// Called once before the outputs are written, by all invocations.
+fn finish_value_ranges(invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#states #join_states #joined
+// ----------------------------------------------------------------------------------------------------
+
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
+// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+}
+
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
+    }
+}
+
+// Merges attention states into a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE
+// together.
+//
+// needs: FIELDS, QUERY_HEADS, STATE_ROW, states
+// gives: join_states
+// set by plans: AT_ONCE
+
+// Number of states whose loads are in flight together.
+const AT_ONCE: u32 = 8u;
+
+// Merges four channels of the existing states first, first + stride, ... below `wanted_end` of a query head.
+fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field: u32) -> Joined {
+    let end = min(wanted_end, arrayLength(&states) / (QUERY_HEADS * STATE_ROW));
+    var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
+    for (var next = first; next < end; next += stride * AT_ONCE) {
+        var outputs_read: array<vec4<f32>, AT_ONCE>;
+        var lse: array<f32, AT_ONCE>;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            let row = (min(next + i * stride, end - 1u) * QUERY_HEADS + query_head) * STATE_ROW;
+            outputs_read[i] = states[row + field];
+            lse[i] = select(NO_LSE, states[row + FIELDS].x, next + i * stride < end);
+        }
+        let before = joined.largest;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            joined.largest = max(joined.largest, lse[i]);
+        }
+        let keep_before = exp(before - joined.largest);
+        joined.sum *= keep_before;
+        joined.weight_sum *= keep_before;
+        // unroll
+        for (var i = 0u; i < AT_ONCE; i++) {
+            let weight = exp(lse[i] - joined.largest);
+            joined.sum += outputs_read[i] * weight;
+            joined.weight_sum += weight;
+        }
+    }
+    return joined;
+}
+
+// States that were joined: sums relative to the largest log-sum-exp.
+//
+// gives: NO_LSE, Joined
+
+// Below every log-sum-exp.
+const NO_LSE: f32 = -1e30f;
+
+struct Joined {
+    sum: vec4<f32>,
+    weight_sum: f32,
+    largest: f32,
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge.wgsl#last
+// ----------------------------------------------------------------------------------------------------
+
+// The workgroup that writes the last state of a query head merges all of them, as `merge_states` would.
+//
+// Every workgroup increments a counter once its states are written. The one that finds all others counted is the last.
+// Items have one query each. The next step finds the counter at 0 again. The states of others are visible for three
+// reasons: the memory is coherent, a storage barrier stands between the states and the count, and another between the
+// count and the reads. In WGSL a storage barrier orders memory for one workgroup only. The SPIR-V of naga orders it for
+// the device, so this part is for Vulkan (`Capabilities::coherent`).
+//
+// A team of 32 lanes merges a head; a lane owns every 32nd field group of four channels.
+//
+// needs: FIELDS, HEADS, INVOCATIONS, QUERY_HEADS, WorkItem, head_exists, input_row, query_head
+// gives: states, merge_item
+// binds: 7 states, 9 arrived
+
+@group(0) @binding(7) @coherent var<storage, read_write> states: array<vec4<f32>>;
+// Number of workgroups that have written their state of a query head: [row][query head].
+@group(0) @binding(9) var<storage, read_write> arrived: array<atomic<u32>>;
+
+var<workgroup> is_last: array<u32, HEADS>;
+
+fn merge_item(item: WorkItem, y: u32, invocation: u32) {
+    storageBarrier();
+    if (invocation < HEADS) {
+        is_last[invocation] = 0u;
+        if (head_exists(item, y, invocation)) {
+            let counter = min(input_row(item, y, invocation), arrayLength(&arrived) - 1u);
+            if (atomicAdd(&arrived[counter], 1u) + 1u == item.states) {
+                atomicStore(&arrived[counter], 0u);
+                is_last[invocation] = 1u;
+            }
+        }
+    }
+    workgroupBarrier();
+    storageBarrier();
+    for (var head = invocation / 32u; head < HEADS; head += INVOCATIONS / 32u) {
+        if (is_last[head] == 1u) {
+            merge_head(item, query_head(y, head), invocation % 32u);
+        }
+    }
+}
+
+fn merge_head(item: WorkItem, query_head: u32, lane: u32) {
+    for (var field = lane; field < FIELDS; field += 32u) {
+        let joined = join_states(item.first_state, item.first_state + item.states, 1u, query_head, field);
+        write_output((item.row * QUERY_HEADS + query_head) * FIELDS + field, joined.sum / joined.weight_sum);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output.wgsl#f16
+// ----------------------------------------------------------------------------------------------------
+
+// The output tensor in f16.
+//
+// gives: write_output
+// binds: 8 outputs
+
+@group(0) @binding(8) var<storage, read_write> outputs: array<vec2<u32>>;
+
+fn write_output(index: u32, x: vec4<f32>) {
+    outputs[min(output_at(index), arrayLength(&outputs) - 1u)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rows.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn output_at(index: u32) -> u32 {
+    return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}

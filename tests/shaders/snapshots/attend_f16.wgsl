@@ -22,6 +22,14 @@
 // INVOCATIONS. Loops are bounded by an item's tiles and a sequence's states. Divisors are constants, sums of weights,
 // of which the largest is 1, or kept from 0.
 
+@compute @workgroup_size(128)
+fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    if (!has_item(group)) {
+        return;
+    }
+    attend_item(item_of(group), group.x, number(numbering));
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering.wgsl#local
 // ----------------------------------------------------------------------------------------------------
@@ -61,23 +69,6 @@ fn number(numbering: Numbering) -> u32 {
 //   read_tile_base, keep_tile_base, query_head, query_of, head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct WorkItem {
     page_offset: u32,
@@ -191,6 +182,19 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/step_scores.wgsl#fma
 // ----------------------------------------------------------------------------------------------------
 
@@ -204,111 +208,6 @@ fn set_scores_lowest() {
 // gives: KeyVector, KEY_VECTOR, QUERY_VECTORS, QUERY_ROW, query, key_pages, score_tile
 // binds: 3 keys
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_field.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-// A field group of f16 keys is two words.
-//
-// needs: KEY_VECTOR, KeyVector
-// gives: KEY_WORD_FIELDS, KEY_PLANES, key_field
-
-const KEY_WORD_FIELDS: u32 = KEY_VECTOR / 2u;
-const KEY_PLANES: u32 = 1u;
-
-fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
-    return vec4<f32>(unpack2x16float(words[w * 2u]), unpack2x16float(words[w * 2u + 1u]));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_field.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called before the field group `field` of the lane's tokens is used. Reads their ranges.
-fn begin_key_field(tile_base: u32, lane: u32, field: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#add_product
-// ----------------------------------------------------------------------------------------------------
-
-// sum + a · b in four fused multiply-adds. `sum + dot(a, b)` would take one multiplication, three of them and an
-// addition.
-//
-// gives: add_product
-fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
-    return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/query.wgsl#own_f32
-// ----------------------------------------------------------------------------------------------------
-
-// The given query, scaled. Every workgroup prepares that of its own heads.
-//
-// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
-// gives: load_query
-// set by plans: SCORE_SCALE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-// A dense f16 tensor, read four elements at a time.
-//
-// gives: input4
-// binds: 2 inputs
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn input_at(index: u32) -> u32 {
-    return index;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
-
-fn input4(index: u32) -> vec4<f32> {
-    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
-    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/query.wgsl#own_f32
-// ----------------------------------------------------------------------------------------------------
-
-// log2(e) / √D.
-const SCORE_SCALE: f32 = 0.12751743f;
-
-// Vectors of an invocation.
-const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
-
-fn load_query(item: WorkItem, y: u32, invocation: u32) {
-    var own: array<vec4<f32>, OWN_VECTORS>;
-    // unroll
-    for (var i = 0u; i < OWN_VECTORS; i++) {
-        let at = min(i * INVOCATIONS + invocation, HEADS * QUERY_VECTORS - 1u);
-        let row = input_row(item, y, at / QUERY_VECTORS);
-        let field = at % QUERY_VECTORS;
-        // Channels past HEAD_DIM are padding of the row of keys.
-        own[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);
-    }
-    // unroll
-    for (var i = 0u; i < OWN_VECTORS; i++) {
-        if (i * INVOCATIONS + invocation < HEADS * QUERY_VECTORS) {
-            query[i * INVOCATIONS + invocation] = own[i];
-        }
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#fma
-// ----------------------------------------------------------------------------------------------------
 
 alias KeyVector = vec4<u32>;
 
@@ -364,10 +263,6 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // Called after that barrier. Prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 
@@ -378,107 +273,35 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
+// shaders/attend/key_field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
-// The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
-// of its values. Two barriers per step of four tiles (512 tokens), and what `prepare_keys_late` has:
+// A field group of f16 keys is two words.
 //
-//   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
-//
-// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
-// of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
-// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a
-// running maximum would lose everything beside one large score.
-//
-// needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
-//   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
-//   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
+// needs: KEY_VECTOR, KeyVector
+// gives: KEY_WORD_FIELDS, KEY_PLANES, key_field
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl
-// ----------------------------------------------------------------------------------------------------
+const KEY_WORD_FIELDS: u32 = KEY_VECTOR / 2u;
+const KEY_PLANES: u32 = 1u;
 
-// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
-//
-// gives: ordered, from_ordered
-
-fn ordered(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
-    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
-}
-
-fn from_ordered(bits: u32) -> f32 {
-    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once, before the first step.
-fn prepare_workgroup_max() {}
-
-// The largest value among the invocations for which this one contributes. Called by all invocations.
-fn largest_to_enter(value: u32) -> u32 {
-    return value;
-}
-
-// Whether the invocation contributes.
-fn enters() -> bool {
-    return true;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#fma
-// ----------------------------------------------------------------------------------------------------
-
-// Weighted sum of values with f32 multiply-adds, for f16 values and for ranges that change inside a tile.
-//
-// Weights lie in workgroup memory, one vector of four tokens per field group, written by the invocation that scored
-// them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
-// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
-//
-// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
-//   put_output, sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
-// binds: 5 values
-// set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_field.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-// A field group of f16 values is two words.
-//
-// needs: ValueVector
-// gives: VALUE_WORD_FIELDS, VALUE_PLANES, VALUE_VECTORS, value_field
-
-const VALUE_WORD_FIELDS: u32 = 2u;
-const VALUE_PLANES: u32 = 1u;
-const VALUE_VECTORS: u32 = 16u;
-
-fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
+fn key_field(words: KeyVector, w: u32, plane: u32, i: u32) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(words[w * 2u]), unpack2x16float(words[w * 2u + 1u]));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_field.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called before channel `k` of the lane is read from a tile. Reads its ranges.
-fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {}
+// Called before the field group `field` of the lane's tokens is used. Reads their ranges.
+fn begin_key_field(tile_base: u32, lane: u32, field: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#weights_of_step
+// shaders/attend/products.wgsl#add_product #weights_of_step
 // ----------------------------------------------------------------------------------------------------
+
+// sum + a · b in four fused multiply-adds. `sum + dot(a, b)` would take one multiplication, three of them and an
+// addition.
+//
+// gives: add_product
+fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
+    return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
+}
 
 // Weights relative to the step's maximum, and their exact sum.
 //
@@ -500,205 +323,81 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#fma
+// shaders/attend/query.wgsl#own_f32
 // ----------------------------------------------------------------------------------------------------
 
-alias ValueVector = vec4<u32>;
-alias Weights = vec4<f32>;
-
-@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
-
-// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
-const CHANNELS: u32 = 4u;
-const CHANNEL_BLOCKS: u32 = 1u;
-const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
-
-// [head][tile of the step][field group]
-var<workgroup> step_weights: array<Weights, HEADS * TILE_TOKENS>;
-var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
-
-// [head][channel]
-var<private> sums: array<f32, HEADS * CHANNELS>;
-
-fn value_pages() -> u32 {
-    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
-}
-
-fn begin_values(invocation: u32) {
-    // unroll
-    for (var i = 0u; i < HEADS * CHANNELS; i++) {
-        sums[i] = 0f;
-    }
-}
-
-fn store_weights(team: u32, lane: u32, parity: u32) {
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        let w = vec4<f32>(weights[head * 4u], weights[head * 4u + 1u], weights[head * 4u + 2u], weights[head * 4u + 3u]);
-        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * enter[head]);
-    }
-}
-
-fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
-    return (team % CHANNEL_BLOCKS * CHANNELS + k) * 32u + lane;
-}
-
-fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            sums[head * CHANNELS + k] *= keep[head];
-        }
-    }
-    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
-    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
-    for (var tile = first_tile; tile < end_tile; tile++) {
-        let tile_base = tile_bases[first + tile];
-        let base = tile_base * (VALUE_VECTORS * HEAD_DIM);
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            begin_value_tile(tile_base, min(own_channel(team, lane, k), HEAD_DIM - 1u), k);
-        }
-        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
-            var words: array<ValueVector, CHANNELS>;
-            // unroll
-            for (var k = 0u; k < CHANNELS; k++) {
-                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
-            }
-            for (var plane = 0u; plane < VALUE_PLANES; plane++) {
-                // unroll
-                for (var w = 0u; w < VALUE_WORD_FIELDS; w++) {
-                    let field = (vector * VALUE_WORD_FIELDS + w) * VALUE_PLANES + plane;
-                    var v: array<vec4<f32>, CHANNELS>;
-                    // unroll
-                    for (var k = 0u; k < CHANNELS; k++) {
-                        v[k] = value_field(words[k], w, plane, field, k);
-                    }
-                    // unroll
-                    for (var head = 0u; head < HEADS; head++) {
-                        let p = vec4<f32>(step_weights[(head * STEP_TILES + tile) * 32u + field]);
-                        // unroll
-                        for (var k = 0u; k < CHANNELS; k++) {
-                            sums[head * CHANNELS + k] = add_product(p, v[k], sums[head * CHANNELS + k]);
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        let total = sum_parts[head * INVOCATIONS];
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
-                sums[head * CHANNELS + k];
-        }
-        workgroupBarrier();
-        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-            var sum = 0f;
-            // unroll
-            for (var block = 0u; block < TILE_BLOCKS; block++) {
-                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
-            }
-            put_output(item, y, head, channel, sum / total);
-        }
-        finish_output(item, y, head, invocation);
-        write_lse(item, y, head, total, invocation);
-        workgroupBarrier();
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
-fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
-
-// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
-// all of them, or token `i`.
-fn load_value_ranges(tile_base: u32, lane: u32) {}
-
-fn skip_value_ranges() {}
-
-fn skip_value_range(i: u32) {}
-
-// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
-// `at`, and the ranges.
-fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
-
-fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
-// ----------------------------------------------------------------------------------------------------
-
-// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+// The given query, scaled. Every workgroup prepares that of its own heads.
 //
-// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
-// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
+// needs: HEADS, HEAD_DIM, INVOCATIONS, QUERY_VECTORS, WorkItem, input_row, query
+// gives: load_query
+// set by plans: SCORE_SCALE
+
+// log2(e) / √D.
+const SCORE_SCALE: f32 = 0.12751743f;
+
+// Vectors of an invocation.
+const OWN_VECTORS: u32 = (HEADS * QUERY_VECTORS + INVOCATIONS - 1u) / INVOCATIONS;
+
+fn load_query(item: WorkItem, y: u32, invocation: u32) {
+    var own: array<vec4<f32>, OWN_VECTORS>;
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        let at = min(i * INVOCATIONS + invocation, HEADS * QUERY_VECTORS - 1u);
+        let row = input_row(item, y, at / QUERY_VECTORS);
+        let field = at % QUERY_VECTORS;
+        // Channels past HEAD_DIM are padding of the row of keys.
+        own[i] = input4(row * (HEAD_DIM / 4u) + min(field, HEAD_DIM / 4u - 1u)) * select(0f, SCORE_SCALE, field < HEAD_DIM / 4u);
+    }
+    // unroll
+    for (var i = 0u; i < OWN_VECTORS; i++) {
+        if (i * INVOCATIONS + invocation < HEADS * QUERY_VECTORS) {
+            query[i * INVOCATIONS + invocation] = own[i];
+        }
+    }
+}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl#later
+// shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
-// States that `merge_states` joins.
+// A dense f16 tensor, read four elements at a time.
 //
-// gives: states
-// binds: 7 states
+// gives: input4
+// binds: 2 inputs
 
-@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once the states of an item are written.
-fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
+fn input4(index: u32) -> vec4<f32> {
+    let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
+    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
+// shaders/attend/input_rows.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
-fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
-    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
-}
-
-fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
-    }
-}
-
-fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + FIELDS].x = lse;
-    }
+fn input_at(index: u32) -> u32 {
+    return index;
 }
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
+
+// The loop that `attend` and `weighted_values` share: online softmax of the scores of a work item and the weighted sum
+// of its values. Two barriers per step of four tiles (512 tokens), and what `prepare_keys_late` has:
+//
+//   scores of the own tile -> maximum over the step | weights p = exp2(score - maximum) -> workgroup memory | values
+//
+// Scores are in units of log2. The running sum of weights is kept by every invocation for its own tokens. A step's sums
+// of values are made relative to the *step's* maximum, or to that of a part of it, and enter the running sums through
+// exp2(that maximum - running maximum): weights are integers where values are packed, and an integer relative to a
+// running maximum would lose everything beside one large score.
+//
+// needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
+//   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
+//   set_scores_lowest, tile_bases, token_scores
+// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -844,13 +543,258 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/attend.wgsl
+// shaders/common/ordered.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-@compute @workgroup_size(128)
-fn attend(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    if (!has_item(group)) {
-        return;
-    }
-    attend_item(item_of(group), group.x, number(numbering));
+// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
+
+fn ordered(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
 }
+
+fn from_ordered(bits: u32) -> f32 {
+    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/workgroup_max.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Called once, before the first step.
+fn prepare_workgroup_max() {}
+
+// The largest value among the invocations for which this one contributes. Called by all invocations.
+fn largest_to_enter(value: u32) -> u32 {
+    return value;
+}
+
+// Whether the invocation contributes.
+fn enters() -> bool {
+    return true;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/logits.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values.wgsl#fma
+// ----------------------------------------------------------------------------------------------------
+
+// Weighted sum of values with f32 multiply-adds, for f16 values and for ranges that change inside a tile.
+//
+// Weights lie in workgroup memory, one vector of four tokens per field group, written by the invocation that scored
+// them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
+//   put_output, sum_parts, tile_bases, write_lse
+// gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
+// binds: 5 values
+// set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
+
+alias ValueVector = vec4<u32>;
+alias Weights = vec4<f32>;
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 4u;
+const CHANNEL_BLOCKS: u32 = 1u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+// [head][tile of the step][field group]
+var<workgroup> step_weights: array<Weights, HEADS * TILE_TOKENS>;
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
+
+fn begin_values(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let w = vec4<f32>(weights[head * 4u], weights[head * 4u + 1u], weights[head * 4u + 2u], weights[head * 4u + 3u]);
+        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * enter[head]);
+    }
+}
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    return (team % CHANNEL_BLOCKS * CHANNELS + k) * 32u + lane;
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            sums[head * CHANNELS + k] *= keep[head];
+        }
+    }
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let tile_base = tile_bases[first + tile];
+        let base = tile_base * (VALUE_VECTORS * HEAD_DIM);
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            begin_value_tile(tile_base, min(own_channel(team, lane, k), HEAD_DIM - 1u), k);
+        }
+        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
+            var words: array<ValueVector, CHANNELS>;
+            // unroll
+            for (var k = 0u; k < CHANNELS; k++) {
+                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+            }
+            for (var plane = 0u; plane < VALUE_PLANES; plane++) {
+                // unroll
+                for (var w = 0u; w < VALUE_WORD_FIELDS; w++) {
+                    let field = (vector * VALUE_WORD_FIELDS + w) * VALUE_PLANES + plane;
+                    var v: array<vec4<f32>, CHANNELS>;
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        v[k] = value_field(words[k], w, plane, field, k);
+                    }
+                    // unroll
+                    for (var head = 0u; head < HEADS; head++) {
+                        let p = vec4<f32>(step_weights[(head * STEP_TILES + tile) * 32u + field]);
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            sums[head * CHANNELS + k] = add_product(p, v[k], sums[head * CHANNELS + k]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let total = sum_parts[head * INVOCATIONS];
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            put_output(item, y, head, channel, sum / total);
+        }
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total, invocation);
+        workgroupBarrier();
+    }
+}
+
+// Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {}
+
+// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// all of them, or token `i`.
+fn load_value_ranges(tile_base: u32, lane: u32) {}
+
+fn skip_value_ranges() {}
+
+fn skip_value_range(i: u32) {}
+
+// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// `at`, and the ranges.
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
+
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_field.wgsl#f16
+// ----------------------------------------------------------------------------------------------------
+
+// A field group of f16 values is two words.
+//
+// needs: ValueVector
+// gives: VALUE_WORD_FIELDS, VALUE_PLANES, VALUE_VECTORS, value_field
+
+const VALUE_WORD_FIELDS: u32 = 2u;
+const VALUE_PLANES: u32 = 1u;
+const VALUE_VECTORS: u32 = 16u;
+
+fn value_field(words: ValueVector, w: u32, plane: u32, field: u32, k: u32) -> vec4<f32> {
+    return vec4<f32>(unpack2x16float(words[w * 2u]), unpack2x16float(words[w * 2u + 1u]));
+}
+
+// Called before channel `k` of the lane is read from a tile. Reads its ranges.
+fn begin_value_tile(tile_base: u32, channel: u32, k: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#states
+// ----------------------------------------------------------------------------------------------------
+
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
+// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+}
+
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge.wgsl#later
+// ----------------------------------------------------------------------------------------------------
+
+// States that `merge_states` joins.
+//
+// gives: states
+// binds: 7 states
+
+@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
+
+// Called once the states of an item are written.
+fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}

@@ -17,6 +17,43 @@
 // gives: Mean
 // binds: 7 centres
 
+@group(0) @binding(7) var<storage, read_write> centres: array<f32>;
+
+struct Mean {
+    // Its first token, relative to the first of the span, and the number of tokens.
+    first_token: u32,
+    tokens: u32,
+    // Slot of the centre.
+    slot: u32,
+    // 1 / tokens.
+    factor: f32,
+}
+
+@compute @workgroup_size(64)
+fn key_mean(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) invocation: u32,
+) {
+    let index = flat_index(group, groups, invocation);
+    if (index / call.total >= mean_count()) {
+        return;
+    }
+    let mean = mean_at(index / call.total);
+    let of_centre = index % call.total;
+    let kv_head = of_centre / call.head_dim;
+    let channel = of_centre % call.head_dim;
+    var sum = 0f;
+    for (var token = 0u; token < mean.tokens; token++) {
+        // Compared as integers, since compilers may assume that no float is NaN.
+        let bits = element_bits(row_start(mean.first_token + token, kv_head) + channel);
+        if ((bits & 0x7fffffffu) <= bitcast<u32>(call.largest)) {
+            sum += bitcast<f32>(bits);
+        }
+    }
+    centres[mean.slot * call.total + of_centre] = sum * mean.factor;
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/flat.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -39,40 +76,6 @@ fn flat_index(group: vec3<u32>, groups: vec3<u32>, invocation: u32) -> u32 {
 //
 // gives: Place, call, TILE_TOKENS, row_start, rounded
 // binds: 0 call
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/tokens.wgsl#run
-// ----------------------------------------------------------------------------------------------------
-
-// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
-//
-// needs: call
-// gives: token_of
-
-fn token_of(token: u32, kv_head: u32) -> u32 {
-    return call.first_token + token;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/places.wgsl#listed
-// ----------------------------------------------------------------------------------------------------
-
-// Places that follow the arguments.
-//
-// needs: Place, call
-// gives: place_count, place_at
-
-fn place_count() -> u32 {
-    return call.place_count;
-}
-
-fn place_at(index: u32) -> Place {
-    return call.places[index];
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/call.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct Place {
     // First token, relative to the first of the span.
@@ -135,6 +138,36 @@ fn rounded(x: f32) -> f32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/pack/tokens.wgsl#run
+// ----------------------------------------------------------------------------------------------------
+
+// Tokens of a span that are consecutive in the dense tensor, starting at `call.first_token`.
+//
+// needs: call
+// gives: token_of
+
+fn token_of(token: u32, kv_head: u32) -> u32 {
+    return call.first_token + token;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/pack/places.wgsl#listed
+// ----------------------------------------------------------------------------------------------------
+
+// Places that follow the arguments.
+//
+// needs: Place, call
+// gives: place_count, place_at
+
+fn place_count() -> u32 {
+    return call.place_count;
+}
+
+fn place_at(index: u32) -> Place {
+    return call.places[index];
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/pack/rows.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
@@ -143,8 +176,18 @@ fn rounded(x: f32) -> f32 {
 // gives: element_bits, element
 // binds: 1 rows
 
+@group(0) @binding(1) var<storage, read> rows: array<u32>;
+
+fn element_bits(index: u32) -> u32 {
+    return half_to_single((rows[index / 2u] >> (16u * (index % 2u))) & 0xffffu);
+}
+
+fn element(index: u32) -> f32 {
+    return bitcast<f32>(element_bits(index));
+}
+
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/half.wgsl
+// shaders/pack/half.wgsl#conversions
 // ----------------------------------------------------------------------------------------------------
 
 // IEEE half precision by integer operations, because pack2x16float and unpack2x16float may round or flush as they like.
@@ -197,20 +240,6 @@ fn half_bits(x: f32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/rows.wgsl#f16
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(1) var<storage, read> rows: array<u32>;
-
-fn element_bits(index: u32) -> u32 {
-    return half_to_single((rows[index / 2u] >> (16u * (index % 2u))) & 0xffffu);
-}
-
-fn element(index: u32) -> f32 {
-    return bitcast<f32>(element_bits(index));
-}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/pack/mean.wgsl#of_step
 // ----------------------------------------------------------------------------------------------------
 
@@ -219,6 +248,15 @@ fn element(index: u32) -> f32 {
 //
 // needs: Mean
 // gives: mean_count, mean_at
+
+fn mean_count() -> u32 {
+    return entry_count();
+}
+
+fn mean_at(index: u32) -> Mean {
+    let entry = entry_at(index);
+    return Mean(entry.x, entry.z & 0xffu, entry.z >> 8u, bitcast<f32>(entry.y));
+}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/step_table.wgsl
@@ -243,58 +281,4 @@ fn entry_at(index: u32) -> vec4<u32> {
 // Whether an entry belongs to the shards of the dispatch.
 fn has_entry(index: u32) -> bool {
     return entry_at(index).w == call.shards;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/mean.wgsl#of_step
-// ----------------------------------------------------------------------------------------------------
-
-fn mean_count() -> u32 {
-    return entry_count();
-}
-
-fn mean_at(index: u32) -> Mean {
-    let entry = entry_at(index);
-    return Mean(entry.x, entry.z & 0xffu, entry.z >> 8u, bitcast<f32>(entry.y));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/key_mean.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(7) var<storage, read_write> centres: array<f32>;
-
-struct Mean {
-    // Its first token, relative to the first of the span, and the number of tokens.
-    first_token: u32,
-    tokens: u32,
-    // Slot of the centre.
-    slot: u32,
-    // 1 / tokens.
-    factor: f32,
-}
-
-@compute @workgroup_size(64)
-fn key_mean(
-    @builtin(workgroup_id) group: vec3<u32>,
-    @builtin(num_workgroups) groups: vec3<u32>,
-    @builtin(local_invocation_index) invocation: u32,
-) {
-    let index = flat_index(group, groups, invocation);
-    if (index / call.total >= mean_count()) {
-        return;
-    }
-    let mean = mean_at(index / call.total);
-    let of_centre = index % call.total;
-    let kv_head = of_centre / call.head_dim;
-    let channel = of_centre % call.head_dim;
-    var sum = 0f;
-    for (var token = 0u; token < mean.tokens; token++) {
-        // Compared as integers, since compilers may assume that no float is NaN.
-        let bits = element_bits(row_start(mean.first_token + token, kv_head) + channel);
-        if ((bits & 0x7fffffffu) <= bitcast<u32>(call.largest)) {
-            sum += bitcast<f32>(bits);
-        }
-    }
-    centres[mean.slot * call.total + of_centre] = sum * mean.factor;
 }

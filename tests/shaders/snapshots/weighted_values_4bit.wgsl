@@ -12,6 +12,14 @@
 // Work, memory traffic, merging and bounds are as in `attend`, except that 4 bytes per token and query head are read
 // instead of the keys.
 
+@compute @workgroup_size(128)
+fn weighted_values(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
+    if (!has_item(group)) {
+        return;
+    }
+    attend_item(item_of(group), group.x, number(numbering));
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/numbering.wgsl#local
 // ----------------------------------------------------------------------------------------------------
@@ -51,23 +59,6 @@ fn number(numbering: Numbering) -> u32 {
 //   read_tile_base, keep_tile_base, query_head, query_of, head_exists, input_row, prepared_row, set_scores_lowest
 // binds: 0 items, 1 page_table
 // set by plans: INVOCATIONS, HEAD_DIM, KV_HEADS, QUERY_HEADS, QUERIES, HEADS, CHUNKS, MAX_TILES
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// False for a workgroup without queries, which then does nothing.
-fn has_item(group: vec3<u32>) -> bool {
-    return true;
-}
-
-fn item_of(group: vec3<u32>) -> WorkItem {
-    return read_item(group.y);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/work_item.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 struct WorkItem {
     page_offset: u32,
@@ -181,6 +172,19 @@ fn set_scores_lowest() {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// shaders/attend/item_of.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// False for a workgroup without queries, which then does nothing.
+fn has_item(group: vec3<u32>) -> bool {
+    return true;
+}
+
+fn item_of(group: vec3<u32>) -> WorkItem {
+    return read_item(group.y);
+}
+
+// ----------------------------------------------------------------------------------------------------
 // shaders/attend/step_scores.wgsl#stored
 // ----------------------------------------------------------------------------------------------------
 
@@ -190,27 +194,6 @@ fn set_scores_lowest() {
 // gives: load_query, score_tile
 // binds: 2 stored_scores, 3 extremes
 // set by plans: TAU_1, TAU_2
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
-//
-// gives: ordered, from_ordered
-
-fn ordered(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
-    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
-}
-
-fn from_ordered(bits: u32) -> f32 {
-    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl#stored
-// ----------------------------------------------------------------------------------------------------
 
 // Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.
 @group(0) @binding(2) var<storage, read> stored_scores: array<f32>;
@@ -253,10 +236,6 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/step_scores.wgsl
-// ----------------------------------------------------------------------------------------------------
-
 // Number of pages of the bound keys. No limit if none are bound.
 fn key_pages() -> u32 {
     return 0xffffffffu;
@@ -270,6 +249,23 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // Called once the values of a step are added, when no barrier follows. Also prepares those of the next step.
 fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/ordered.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
+
+fn ordered(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
+}
+
+fn from_ordered(bits: u32) -> f32 {
+    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
@@ -289,442 +285,6 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once, before the first step.
-fn prepare_workgroup_max() {}
-
-// The largest value among the invocations for which this one contributes. Called by all invocations.
-fn largest_to_enter(value: u32) -> u32 {
-    return value;
-}
-
-// Whether the invocation contributes.
-fn enters() -> bool {
-    return true;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-// Weighted sum of packed values with integer dot products.
-//
-// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes. The invocation
-// that scored the four tokens of a field group packs them four to a word. Rounding is dithered by a fixed pattern over
-// the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
-// step outweighs the others by more than 2^16.
-//
-// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
-// gives: weight_bytes, begin_values, store_weights, add_values
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#value_dots
-// ----------------------------------------------------------------------------------------------------
-
-// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
-// the end.
-//
-// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
-// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
-// 16-byte broadcasts.
-//
-// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
-//   ranged_output, sum_parts, write_lse
-// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
-// binds: 5 values
-// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_bytes.wgsl#top
-// ----------------------------------------------------------------------------------------------------
-
-// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
-// times 2^(8-bits). The unit of weights compensates for this factor.
-//
-// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
-//   unsigned_bytes, value_place
-// set by plans: VALUE_BITS, VALUE_MASK
-
-alias ValueVector = vec4<u32>;
-
-const VALUE_BITS: u32 = 4u;
-// The top VALUE_BITS bits of every byte.
-const VALUE_MASK: u32 = 4042322160u;
-const VALUE_PLANES: u32 = 8u / VALUE_BITS;
-// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
-// plane, from above.
-const VALUE_VECTORS: u32 = VALUE_BITS;
-const VALUE_QUADS: u32 = VALUE_PLANES;
-const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
-// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
-const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
-    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
-
-fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
-    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
-}
-
-// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
-fn unsigned_words(words: ValueVector) -> ValueVector {
-    return words ^ vec4<u32>(VALUE_TOPS);
-}
-
-fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
-    return value_bytes(words, quad, f);
-}
-
-// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
-// group % VALUE_PLANES from below.
-fn value_place(group: u32) -> vec2<u32> {
-    let word = group / VALUE_PLANES;
-    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#value_dots
-// ----------------------------------------------------------------------------------------------------
-
-@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
-
-// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
-const CHANNELS: u32 = 2u;
-const CHANNEL_BLOCKS: u32 = 2u;
-const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
-
-// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
-const CHANNEL_STRIDE: u32 = 32u;
-
-var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
-
-// [head][channel]
-var<private> sums: array<f32, HEADS * CHANNELS>;
-
-fn value_pages() -> u32 {
-    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
-}
-
-fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
-    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
-    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
-}
-
-fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
-    var total: array<f32, HEADS>;
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        total[head] = sum_parts[head * INVOCATIONS];
-    }
-    finish_value_ranges(invocation);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
-                sums[head * CHANNELS + k];
-        }
-        workgroupBarrier();
-        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
-            var sum = 0f;
-            // unroll
-            for (var block = 0u; block < TILE_BLOCKS; block++) {
-                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
-            }
-            let output = ranged_output(sum / total[head], head, total[head], channel);
-            put_output(item, y, head, channel, output);
-        }
-        finish_output(item, y, head, invocation);
-        write_lse(item, y, head, total[head], invocation);
-        workgroupBarrier();
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/products.wgsl#weights_of_step
-// ----------------------------------------------------------------------------------------------------
-
-// Weights relative to the step's maximum, and their exact sum.
-//
-// needs: HEADS, LANE_TOKENS, enter, token_scores
-// gives: weights, weigh
-
-// Weights of the invocation's tokens: [head][token].
-var<private> weights: array<f32, HEADS * LANE_TOKENS>;
-
-// Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
-fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
-    var sum = 0f;
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
-        sum += weights[head * LANE_TOKENS + i];
-    }
-    return sum * enter[head];
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges.wgsl#folded
-// ----------------------------------------------------------------------------------------------------
-
-// Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
-//
-// needs: HEAD_DIM, INVOCATIONS, KV_HEADS
-// gives: read_output_ranges, begin_value_ranges, ranged_output
-// binds: 6 value_span_ranges
-// set by plans: VALUE_MIDDLE
-
-// Scale and minimum: [range slot][KV head][channel].
-@group(0) @binding(6) var<storage, read> value_span_ranges: array<vec2<f32>>;
-
-const VALUE_MIDDLE: f32 = 8.0f;
-
-// Ranges of the outputs, by channel. They are read at the start of an item, so that nothing waits for them at its end.
-var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
-
-const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
-
-var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
-
-fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
-    let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
-    // unroll
-    for (var i = 0u; i < OWN_CHANNELS; i++) {
-        let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
-        own_ranges[i] = value_span_ranges[(slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
-    }
-}
-
-fn begin_value_ranges(invocation: u32) {
-    // unroll
-    for (var i = 0u; i < OWN_CHANNELS; i++) {
-        if (i * INVOCATIONS + invocation < HEAD_DIM) {
-            output_ranges[i * INVOCATIONS + invocation] = own_ranges[i];
-        }
-    }
-}
-
-fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
-    let range = output_ranges[channel];
-    return range.x * (mean + VALUE_MIDDLE) + range.y;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/value_ranges.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once the weights of a step are known, before they become integers.
-fn take_value_ranges(parity: u32) {}
-
-// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
-// the largest scale.
-fn ranged_weight(weight: f32, i: u32) -> f32 {
-    return weight;
-}
-
-// The largest scale of the step.
-fn largest_value_scale() -> f32 {
-    return 1f;
-}
-
-// Called once before the outputs are written, by all invocations.
-fn finish_value_ranges(invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl#dot
-// ----------------------------------------------------------------------------------------------------
-
-const LARGEST_WEIGHT: f32 = 32639f;
-// Factor of a sum of integer weights times bytes.
-const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
-const GOLDEN_RATIO: f32 = 0.618034f;
-
-// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
-var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
-// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
-// tokens of a step.
-var<private> dither: array<f32, LANE_TOKENS>;
-
-fn begin_values(invocation: u32) {
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        dither[i] = fract(f32(invocation / 32u * TILE_TOKENS + i * 32u + invocation % 32u) * GOLDEN_RATIO);
-    }
-    // unroll
-    for (var i = 0u; i < HEADS * CHANNELS; i++) {
-        sums[i] = 0f;
-    }
-    begin_value_ranges(invocation);
-}
-
-fn store_weights(team: u32, lane: u32, parity: u32) {
-    take_value_ranges(parity);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        var integers: vec4<u32>;
-        // unroll
-        for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
-        }
-        // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
-        let even = integers.x | (integers.z << 16u);
-        let odd = integers.y | (integers.w << 16u);
-        let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
-        // The low byte counts as signed, so it borrows from the high one where its top bit is set.
-        let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
-        let place = value_place(lane);
-        let at = (head * 2u * STEP_TILES + team) * 8u + place.x;
-        weight_bytes[at][place.y] = low;
-        weight_bytes[at + STEP_TILES * 8u][place.y] = high;
-    }
-}
-
-fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
-    // [byte plane][head][channel]
-    var step_sums: array<i32, 2u * HEADS * CHANNELS>;
-    // unroll
-    for (var i = 0u; i < 2u * HEADS * CHANNELS; i++) {
-        step_sums[i] = 0i;
-    }
-    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
-    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
-    for (var tile = first_tile; tile < end_tile; tile++) {
-        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
-        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
-            var words: array<ValueVector, CHANNELS>;
-            // unroll
-            for (var k = 0u; k < CHANNELS; k++) {
-                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
-            }
-            for (var quad = 0u; quad < VALUE_QUADS; quad++) {
-                var codes: array<u32, 4u * CHANNELS>;
-                // unroll
-                for (var f = 0u; f < 4u; f++) {
-                    // unroll
-                    for (var k = 0u; k < CHANNELS; k++) {
-                        codes[f * CHANNELS + k] = value_bytes(words[k], quad, f);
-                    }
-                }
-                // unroll
-                for (var head = 0u; head < HEADS; head++) {
-                    // unroll
-                    for (var plane = 0u; plane < 2u; plane++) {
-                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
-                        // unroll
-                        for (var k = 0u; k < CHANNELS; k++) {
-                            let at = (plane * HEADS + head) * CHANNELS + k;
-                            // One addition of three operands for two products.
-                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y);
-                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w);
-                        }
-                    }
-                }
-            }
-        }
-    }
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        // unroll
-        for (var k = 0u; k < CHANNELS; k++) {
-            let at = head * CHANNELS + k;
-            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
-            let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
-        }
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/values.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
-// all of them, or token `i`.
-fn load_value_ranges(tile_base: u32, lane: u32) {}
-
-fn skip_value_ranges() {}
-
-fn skip_value_range(i: u32) {}
-
-// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
-// `at`, and the ranges.
-fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
-
-fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
-// ----------------------------------------------------------------------------------------------------
-
-// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
-//
-// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
-// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl#later
-// ----------------------------------------------------------------------------------------------------
-
-// States that `merge_states` joins.
-//
-// gives: states
-// binds: 7 states
-
-@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once the states of an item are written.
-fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states
-// ----------------------------------------------------------------------------------------------------
-
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
-
-fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
-    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
-}
-
-fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
-    }
-}
-
-fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + FIELDS].x = lse;
-    }
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/softmax_loop.wgsl
-// ----------------------------------------------------------------------------------------------------
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -870,13 +430,405 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/weighted_values.wgsl
+// shaders/attend/workgroup_max.wgsl
 // ----------------------------------------------------------------------------------------------------
 
-@compute @workgroup_size(128)
-fn weighted_values(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
-    if (!has_item(group)) {
-        return;
-    }
-    attend_item(item_of(group), group.x, number(numbering));
+// Called once, before the first step.
+fn prepare_workgroup_max() {}
+
+// The largest value among the invocations for which this one contributes. Called by all invocations.
+fn largest_to_enter(value: u32) -> u32 {
+    return value;
 }
+
+// Whether the invocation contributes.
+fn enters() -> bool {
+    return true;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/logits.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/values.wgsl#dot
+// ----------------------------------------------------------------------------------------------------
+
+// Weighted sum of packed values with integer dot products.
+//
+// Weights become integers of 15 bits relative to the step's largest weight, in two signed byte planes. The invocation
+// that scored the four tokens of a field group packs them four to a word. Rounding is dithered by a fixed pattern over
+// the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
+// step outweighs the others by more than 2^16.
+//
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
+// gives: weight_bytes, begin_values, store_weights, add_values
+
+const LARGEST_WEIGHT: f32 = 32639f;
+// Factor of a sum of integer weights times bytes.
+const WEIGHT_UNIT: f32 = 1f / (32639f * VALUE_BYTE);
+const GOLDEN_RATIO: f32 = 0.618034f;
+
+// [head][byte plane][tile of the step][vector][quad], four field groups each: the order of use.
+var<workgroup> weight_bytes: array<vec4<u32>, HEADS * 2u * STEP_TILES * 8u>;
+// Added to the weights of the invocation's tokens before they are truncated to integers: 0 … 1, spread evenly over the
+// tokens of a step.
+var<private> dither: array<f32, LANE_TOKENS>;
+
+fn begin_values(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        dither[i] = fract(f32(invocation / 32u * TILE_TOKENS + i * 32u + invocation % 32u) * GOLDEN_RATIO);
+    }
+    // unroll
+    for (var i = 0u; i < HEADS * CHANNELS; i++) {
+        sums[i] = 0f;
+    }
+    begin_value_ranges(invocation);
+}
+
+fn store_weights(team: u32, lane: u32, parity: u32) {
+    take_value_ranges(parity);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        var integers: vec4<u32>;
+        // unroll
+        for (var i = 0u; i < LANE_TOKENS; i++) {
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
+        }
+        // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
+        let even = integers.x | (integers.z << 16u);
+        let odd = integers.y | (integers.w << 16u);
+        let low = (even & 0x00ff00ffu) | ((odd & 0x00ff00ffu) << 8u);
+        // The low byte counts as signed, so it borrows from the high one where its top bit is set.
+        let high = (((even + 0x00800080u) >> 8u) & 0x00ff00ffu) | ((odd + 0x00800080u) & 0xff00ff00u);
+        let place = value_place(lane);
+        let at = (head * 2u * STEP_TILES + team) * 8u + place.x;
+        weight_bytes[at][place.y] = low;
+        weight_bytes[at + STEP_TILES * 8u][place.y] = high;
+    }
+}
+
+fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
+    // [byte plane][head][channel]
+    var step_sums: array<i32, 2u * HEADS * CHANNELS>;
+    // unroll
+    for (var i = 0u; i < 2u * HEADS * CHANNELS; i++) {
+        step_sums[i] = 0i;
+    }
+    let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;
+    let end_tile = min(first_tile + CHANNEL_BLOCKS, tiles - first);
+    for (var tile = first_tile; tile < end_tile; tile++) {
+        let base = tile_bases[first + tile] * (VALUE_VECTORS * HEAD_DIM);
+        for (var vector = 0u; vector < VALUE_VECTORS; vector++) {
+            var words: array<ValueVector, CHANNELS>;
+            // unroll
+            for (var k = 0u; k < CHANNELS; k++) {
+                words[k] = values[base + vector * HEAD_DIM + min(own_channel(team, lane, k), HEAD_DIM - 1u)];
+            }
+            for (var quad = 0u; quad < VALUE_QUADS; quad++) {
+                var codes: array<u32, 4u * CHANNELS>;
+                // unroll
+                for (var f = 0u; f < 4u; f++) {
+                    // unroll
+                    for (var k = 0u; k < CHANNELS; k++) {
+                        codes[f * CHANNELS + k] = value_bytes(words[k], quad, f);
+                    }
+                }
+                // unroll
+                for (var head = 0u; head < HEADS; head++) {
+                    // unroll
+                    for (var plane = 0u; plane < 2u; plane++) {
+                        let w = weight_bytes[((head * 2u + plane) * STEP_TILES + tile) * 8u + vector * VALUE_QUADS + quad];
+                        // unroll
+                        for (var k = 0u; k < CHANNELS; k++) {
+                            let at = (plane * HEADS + head) * CHANNELS + k;
+                            // One addition of three operands for two products.
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[k], w.x) + dot4I8Packed(codes[CHANNELS + k], w.y);
+                            step_sums[at] = step_sums[at] + dot4I8Packed(codes[2u * CHANNELS + k], w.z) + dot4I8Packed(codes[3u * CHANNELS + k], w.w);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            let at = head * CHANNELS + k;
+            // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
+            let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
+            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
+        }
+    }
+}
+
+// Called by the team of a tile. Reads the ranges of the lane's tokens. The other two are for tokens that do not exist:
+// all of them, or token `i`.
+fn load_value_ranges(tile_base: u32, lane: u32) {}
+
+fn skip_value_ranges() {}
+
+fn skip_value_range(i: u32) {}
+
+// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// `at`, and the ranges.
+fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
+
+fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/products.wgsl#value_dots #weights_of_step
+// ----------------------------------------------------------------------------------------------------
+
+// The common part of the two weighted sums of packed values with integer dot products: the assignment of channels, and
+// the end.
+//
+// Team t works on CHANNELS channels per lane, CHANNEL_STRIDE apart, of channel block t % CHANNEL_BLOCKS, and on
+// CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring 16-byte vectors; weights are read as
+// 16-byte broadcasts.
+//
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, WorkItem, finish_output, finish_value_ranges, put_output,
+//   ranged_output, sum_parts, write_lse
+// gives: values, CHANNELS, CHANNEL_BLOCKS, sums, value_pages, own_channel, write_states
+// binds: 5 values
+// set by plans: CHANNELS, CHANNEL_BLOCKS, CHANNEL_STRIDE
+
+@group(0) @binding(5) var<storage, read> values: array<ValueVector>;
+
+// Channels of a lane, and blocks of 32 * CHANNELS channels that the teams are spread over: 1, 2 or 4.
+const CHANNELS: u32 = 2u;
+const CHANNEL_BLOCKS: u32 = 2u;
+const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
+
+// 32, or 32 / CHANNELS where the channels of a lane must be of one group (attend/values.wgsl#byte).
+const CHANNEL_STRIDE: u32 = 32u;
+
+var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
+
+// [head][channel]
+var<private> sums: array<f32, HEADS * CHANNELS>;
+
+fn value_pages() -> u32 {
+    return arrayLength(&values) / (VALUE_VECTORS * HEAD_DIM * KV_HEADS);
+}
+
+fn own_channel(team: u32, lane: u32, k: u32) -> u32 {
+    let first = team % CHANNEL_BLOCKS * CHANNELS * 32u + lane / CHANNEL_STRIDE * (CHANNEL_STRIDE * CHANNELS);
+    return first + k * CHANNEL_STRIDE + lane % CHANNEL_STRIDE;
+}
+
+fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
+    var total: array<f32, HEADS>;
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        total[head] = sum_parts[head * INVOCATIONS];
+    }
+    finish_value_ranges(invocation);
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        // unroll
+        for (var k = 0u; k < CHANNELS; k++) {
+            block_sums[team / CHANNEL_BLOCKS * (32u * CHANNELS * CHANNEL_BLOCKS) + own_channel(team, lane, k)] =
+                sums[head * CHANNELS + k];
+        }
+        workgroupBarrier();
+        for (var channel = invocation; channel < HEAD_DIM; channel += INVOCATIONS) {
+            var sum = 0f;
+            // unroll
+            for (var block = 0u; block < TILE_BLOCKS; block++) {
+                sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
+            }
+            let output = ranged_output(sum / total[head], head, total[head], channel);
+            put_output(item, y, head, channel, output);
+        }
+        finish_output(item, y, head, invocation);
+        write_lse(item, y, head, total[head], invocation);
+        workgroupBarrier();
+    }
+}
+
+// Weights relative to the step's maximum, and their exact sum.
+//
+// needs: HEADS, LANE_TOKENS, enter, token_scores
+// gives: weights, weigh
+
+// Weights of the invocation's tokens: [head][token].
+var<private> weights: array<f32, HEADS * LANE_TOKENS>;
+
+// Sets the weights of a head's tokens and returns their sum, relative to the new running maximum.
+fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u32) -> f32 {
+    var sum = 0f;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
+        sum += weights[head * LANE_TOKENS + i];
+    }
+    return sum * enter[head];
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_bytes.wgsl#top
+// ----------------------------------------------------------------------------------------------------
+
+// Signed bytes of a field group of values, affine codes. A field shifted to the top of its byte is the signed code
+// times 2^(8-bits). The unit of weights compensates for this factor.
+//
+// gives: ValueVector, VALUE_PLANES, VALUE_VECTORS, VALUE_QUADS, VALUE_BYTE, value_bytes, unsigned_words,
+//   unsigned_bytes, value_place
+// set by plans: VALUE_BITS, VALUE_MASK
+
+alias ValueVector = vec4<u32>;
+
+const VALUE_BITS: u32 = 4u;
+// The top VALUE_BITS bits of every byte.
+const VALUE_MASK: u32 = 4042322160u;
+const VALUE_PLANES: u32 = 8u / VALUE_BITS;
+// Vectors of a channel's column in a tile, and sets of four field groups in a vector: one for each bit
+// plane, from above.
+const VALUE_VECTORS: u32 = VALUE_BITS;
+const VALUE_QUADS: u32 = VALUE_PLANES;
+const VALUE_BYTE: f32 = f32(1u << (8u - VALUE_BITS));
+// The top bits of all fields of a word: of 1, 2, 4 or 8 bits each.
+const VALUE_TOPS: u32 = 0x80808080u | (0x80808080u >> (VALUE_BITS % 8u)) | (0x80808080u >> (2u * VALUE_BITS % 8u)) |
+    (0x80808080u >> (3u * VALUE_BITS % 8u)) | select(0u, 0xffffffffu, VALUE_BITS == 1u);
+
+fn value_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return (words[f] << (quad * VALUE_BITS)) & VALUE_MASK;
+}
+
+// Adds 128 through the top bit of every field, once for a word instead of for everything extracted from it.
+fn unsigned_words(words: ValueVector) -> ValueVector {
+    return words ^ vec4<u32>(VALUE_TOPS);
+}
+
+fn unsigned_bytes(words: ValueVector, quad: u32, f: u32) -> u32 {
+    return value_bytes(words, quad, f);
+}
+
+// Quad of the tile and place in it of field group `group`: word group / VALUE_PLANES of the column, bit plane
+// group % VALUE_PLANES from below.
+fn value_place(group: u32) -> vec2<u32> {
+    let word = group / VALUE_PLANES;
+    return vec2<u32>(word / 4u * VALUE_PLANES + (VALUE_PLANES - 1u - group % VALUE_PLANES), word % 4u);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/value_ranges.wgsl#folded
+// ----------------------------------------------------------------------------------------------------
+
+// Per-channel ranges of the span: v = s u + m with u = c + 2^(bits-1), applied once to every output.
+//
+// needs: HEAD_DIM, INVOCATIONS, KV_HEADS
+// gives: read_output_ranges, begin_value_ranges, ranged_output
+// binds: 6 value_span_ranges
+// set by plans: VALUE_MIDDLE
+
+// Scale and minimum: [range slot][KV head][channel].
+@group(0) @binding(6) var<storage, read> value_span_ranges: array<vec2<f32>>;
+
+const VALUE_MIDDLE: f32 = 8.0f;
+
+// Ranges of the outputs, by channel. They are read at the start of an item, so that nothing waits for them at its end.
+var<workgroup> output_ranges: array<vec2<f32>, HEAD_DIM>;
+
+const OWN_CHANNELS: u32 = (HEAD_DIM + INVOCATIONS - 1u) / INVOCATIONS;
+
+var<private> own_ranges: array<vec2<f32>, OWN_CHANNELS>;
+
+fn read_output_ranges(range_slot: u32, kv_head: u32, invocation: u32) {
+    let slot = min(range_slot, arrayLength(&value_span_ranges) / (KV_HEADS * HEAD_DIM) - 1u);
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        let channel = min(i * INVOCATIONS + invocation, HEAD_DIM - 1u);
+        own_ranges[i] = value_span_ranges[(slot * KV_HEADS + kv_head) * HEAD_DIM + channel];
+    }
+}
+
+fn begin_value_ranges(invocation: u32) {
+    // unroll
+    for (var i = 0u; i < OWN_CHANNELS; i++) {
+        if (i * INVOCATIONS + invocation < HEAD_DIM) {
+            output_ranges[i * INVOCATIONS + invocation] = own_ranges[i];
+        }
+    }
+}
+
+fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
+    let range = output_ranges[channel];
+    return range.x * (mean + VALUE_MIDDLE) + range.y;
+}
+
+// Called once the weights of a step are known, before they become integers.
+fn take_value_ranges(parity: u32) {}
+
+// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
+// the largest scale.
+fn ranged_weight(weight: f32, i: u32) -> f32 {
+    return weight;
+}
+
+// The largest scale of the step.
+fn largest_value_scale() -> f32 {
+    return 1f;
+}
+
+// Called once before the outputs are written, by all invocations.
+fn finish_value_ranges(invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#states
+// ----------------------------------------------------------------------------------------------------
+
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
+// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+}
+
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge.wgsl#later
+// ----------------------------------------------------------------------------------------------------
+
+// States that `merge_states` joins.
+//
+// gives: states
+// binds: 7 states
+
+@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
+
+// Called once the states of an item are written.
+fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/output_rotation.wgsl
+// ----------------------------------------------------------------------------------------------------
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
