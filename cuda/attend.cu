@@ -61,8 +61,8 @@
 #endif
 #if STORES
 #include "common/storing.cuh"
-// Turns of the warps up to which an item is short. What its rings ask for delays the blocks of the kernel before that
-// still merge states, and these take a good part of its time.
+// A short item has at most this many turns of its warps. If blocks filled all stages at once, they would delay blocks of
+// the kernel before, which still merge their states. Merging is a good part of a short item's time.
 constexpr int SHORT_TURNS = 6;
 #endif
 

@@ -97,7 +97,7 @@ __device__ __forceinline__ RangePair value_range_pair(u32 ranges, int token, int
     }
 }
 
-// Blocks of channels of a token's keys, and steps of 16 channels of a block.
+// Blocks in which the channels of a token's keys are unpacked, and steps of 16 channels in a block.
 constexpr int UNPACKED_KEY_BLOCKS = KEY_BITS == 16 ? CHANNEL_STEPS : KEY_BLOCKS;
 constexpr int KEY_BLOCK_STEPS = CHANNEL_STEPS / UNPACKED_KEY_BLOCKS;
 

@@ -10,7 +10,8 @@ const IMPORT: &str = "// import ";
 /// A piece of an assembled kernel that comes from one file, or from one section of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
-    /// Its path among the files of the library: `{file}` or `{file}#{section}`, and further sections.
+    /// Its path among the files of the library: `{file}` or `{file}#{section}`. Further sections of the file follow the
+    /// first, each as ` #{section}`.
     pub path: String,
     /// Whether it precedes the sections of a file: of a slot it holds the default bodies.
     has_defaults: bool,
@@ -50,8 +51,8 @@ struct Assembly<'a> {
 }
 
 impl Assembly<'_> {
-    /// Adds a file or a section, unless it was added before, with the default bodies of its slot, and then what it
-    /// imports: a kernel is read from above, and each file stands once.
+    /// Adds a file or a section with the default bodies of its slot, unless it was added before. What it imports follows,
+    /// so that a kernel is read from above.
     fn import(&mut self, path: &str) -> Result<(), String> {
         if !self.seen.insert(path.to_owned()) {
             return Ok(());
@@ -118,7 +119,7 @@ fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
     found
 }
 
-/// The parts with those of each file together, where the first of them stands.
+/// Joins the parts of each file where its first one stands.
 fn by_file(parts: Vec<Part>) -> Vec<Part> {
     let mut files: Vec<Part> = Vec::new();
     for part in parts {

@@ -298,6 +298,7 @@ mod tests {
             SegmentFormat { key: TensorFormat::F16, value: token(Bits::Four) },
             SegmentFormat { key: token(Bits::Eight), value: channel(Bits::Two).value },
             SegmentFormat { key: token(Bits::Eight), value: token(Bits::Eight) },
+            SegmentFormat { key: TensorFormat::F16, value: token(Bits::Eight) },
             SegmentFormat { key: channel(Bits::Two).key, value: token(Bits::Eight) },
             channel(Bits::One),
         ]
@@ -325,6 +326,7 @@ mod tests {
                 special.queries = queries.min(most.rows() / group);
                 let rows = special.run_rows().unwrap();
                 let ranges = ValueRangesOfRun::of(special.run_codes().unwrap());
+                assert!(ranges == ValueRangesOfRun::WithCodes || arrivals == RunArrivals::Ahead, "{format} {queries}");
                 assert!(rows.rows() >= special.queries * group && rows.rows() <= RUN_ROWS);
                 let outputs = WrittenOutputs {
                     element_type: ElementType::Bf16,

@@ -120,7 +120,8 @@ pub(crate) enum ValueRangesOfRun {
 }
 
 impl ValueRangesOfRun {
-    /// Codes of 4 bits alone need few registers, and where subgroups are apart all have 4 bits.
+    /// Kernels that read f16 and 4-bit codes alone have registers left. Only [`RunArrivals::Ahead`] stores staged ranges,
+    /// and all other formats with a range per token arrive so.
     pub fn of([keys, values]: [RunCodes; 2]) -> Self {
         match values {
             RunCodes::Token(_, 1) if ![keys, values].iter().all(RunCodes::has_four_bits) => Self::Staged,
