@@ -34,7 +34,7 @@ pub struct GptqOptions {
 
 /// What is left of moments between different inputs, before damping.
 ///
-/// T tokens give a Hessian of rank T at most. With fewer tokens than inputs, most of what two inputs seem to share is
+/// T tokens give a Hessian of at most rank T. With fewer tokens than inputs, most of what two inputs seem to share is
 /// chance, and GPTQ moves weights by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shrinkage {
