@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use kvpack_weights::checkpoint::WrittenFormat;
-use kvpack_weights::quantize::{ColumnOrder, GptqOptions, Grid, OutOfRange, ScaleType, Symmetry};
+use kvpack_weights::quantize::{ColumnOrder, GptqOptions, Grid, OutOfRange, ScaleType, Shrinkage, Symmetry};
 use kvpack_weights::{Bits, GroupSize};
 
 use crate::model::{Calibration, Method, Model, Projection, QuantizedModel, Remarks};
@@ -44,6 +44,9 @@ pub struct QuantizeArgs {
     /// Widen the range of a group until no weight is clamped (gptq and gptaq).
     #[arg(long)]
     no_clipping: bool,
+    /// Distrust what inputs share, the more the fewer tokens are read (gptq and gptaq).
+    #[arg(long)]
+    shrink: bool,
     /// The layout of the layers.
     #[arg(long, value_enum, default_value_t = Layout::Gptq)]
     layout: Layout,
@@ -72,7 +75,8 @@ pub fn run(args: &QuantizeArgs) -> Result<Outcome> {
         symmetry: if args.symmetric { Symmetry::Symmetric } else { Symmetry::Asymmetric },
         scales: ScaleType::F16,
     };
-    for (option, given) in [("--act-order", args.act_order), ("--no-clipping", args.no_clipping)] {
+    let for_gptq = [("--act-order", args.act_order), ("--no-clipping", args.no_clipping), ("--shrink", args.shrink)];
+    for (option, given) in for_gptq {
         if given && !matches!(args.method, Method::Gptq | Method::Gptaq) {
             bail!("{option} is for --method gptq and gptaq; leave it out");
         }
@@ -80,6 +84,7 @@ pub fn run(args: &QuantizeArgs) -> Result<Outcome> {
     let options = GptqOptions {
         order: if args.act_order { ColumnOrder::Activations } else { ColumnOrder::Natural },
         out_of_range: if args.no_clipping { OutOfRange::Widened } else { OutOfRange::Clamped },
+        shrinkage: if args.shrink { Shrinkage::ByTokens } else { Shrinkage::Never },
         ..GptqOptions::new(grid)
     };
     // An interrupted run leaves an empty folder.

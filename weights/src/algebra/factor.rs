@@ -4,15 +4,20 @@
 //! that `U = R⁻¹ = J·L⁻¹·J`. That is one factorisation and one triangular inverse, n³/3 multiply-adds each or less,
 //! where the usual way factors, inverts and factors again.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
-use super::{View, add_product};
+use super::{View, add_product, add_product_alone};
 
 /// Columns that are factored at once.
 const BLOCK: usize = 64;
 
-/// Columns of an inverse that are computed at once.
-const STRIPE: usize = 8 * BLOCK;
+/// Columns of a panel.
+const PANEL: usize = 4 * BLOCK;
+
+/// Columns of an inverse that one task computes.
+const STRIPE: usize = 2 * BLOCK;
 
 /// U `[n, n]` of a symmetric H `[n, n]`, of which the lower triangle is read. `None` where H is not positive definite.
 pub fn inverse_factor(hessian: &[f64], n: usize) -> Option<Vec<f64>> {
@@ -31,82 +36,117 @@ pub fn inverse_factor(hessian: &[f64], n: usize) -> Option<Vec<f64>> {
 }
 
 /// The Cholesky factor in place of the lower triangle; what lies above is left alone.
+///
+/// Blocks of a panel change the columns of the panel alone. Those behind it change once a panel: each time, all of them
+/// come from memory.
 fn cholesky(a: &mut [f64], n: usize) -> Option<()> {
-    let mut panel = Vec::new();
-    for start in (0..n).step_by(BLOCK) {
-        let end = (start + BLOCK).min(n);
-        let width = end - start;
-        for j in start..end {
-            let (above, row) = a.split_at_mut(j * n);
-            let row = &mut row[..n];
-            for k in start..j {
-                let other = &above[k * n..][..n];
-                let sum: f64 = (start..k).map(|i| row[i] * other[i]).sum();
-                row[k] = (row[k] - sum) / other[k];
-            }
-            let square = row[j] - (start..j).map(|i| row[i] * row[i]).sum::<f64>();
-            if !(square.is_finite() && square > 0.0) {
-                return None;
-            }
-            row[j] = square.sqrt();
+    for start in (0..n).step_by(PANEL) {
+        let end = (start + PANEL).min(n);
+        for from in (start..end).step_by(BLOCK) {
+            let to = (from + BLOCK).min(end);
+            factor_block(a, n, from, to)?;
+            subtract(a, n, from..to, to..end);
         }
-        let (done, below) = a.split_at_mut(end * n);
-        let triangle = &done[start * n..];
-        below.par_chunks_exact_mut(n).for_each(|row| {
-            for k in 0..width {
-                let other = &triangle[k * n + start..][..width];
-                let sum: f64 = (0..k).map(|i| row[start + i] * other[i]).sum();
-                row[start + k] = (row[start + k] - sum) / other[k];
-            }
-        });
-        panel.clear();
-        below.chunks_exact(n).for_each(|row| panel.extend_from_slice(&row[start..end]));
-        // The lower triangle of what is left, in blocks of columns.
-        let left = n - end;
-        for from in (0..left).step_by(4 * BLOCK) {
-            let columns = (left - from).min(4 * BLOCK);
-            let rows = View::new(&panel[from * width..], left - from, width, width);
-            let others = View::new(&panel[from * width..], columns, width, width).transposed();
-            add_product(&mut below[from * n + end + from..], n, -1.0, rows, others);
-        }
+        subtract(a, n, start..end, end..n);
     }
     Some(())
 }
 
-/// The inverse of a lower triangle.
+/// The factor's columns `start..end`, from what the columns before have left.
+fn factor_block(a: &mut [f64], n: usize, start: usize, end: usize) -> Option<()> {
+    for j in start..end {
+        let (above, row) = a.split_at_mut(j * n);
+        let row = &mut row[..n];
+        for k in start..j {
+            let other = &above[k * n..][..n];
+            row[k] = (row[k] - dot(&row[start..k], &other[start..k])) / other[k];
+        }
+        let square = row[j] - dot(&row[start..j], &row[start..j]);
+        if !(square.is_finite() && square > 0.0) {
+            return None;
+        }
+        row[j] = square.sqrt();
+    }
+    let (done, below) = a.split_at_mut(end * n);
+    let triangle = &done[start * n..];
+    below.par_chunks_exact_mut(n).for_each(|row| {
+        let row = &mut row[start..end];
+        for k in 0..end - start {
+            let other = &triangle[k * n + start..][..=k];
+            row[k] = (row[k] - dot(&row[..k], &other[..k])) / other[k];
+        }
+    });
+    Some(())
+}
+
+/// Takes what the columns `of` make of the lower triangle from its columns `from`, in blocks.
+fn subtract(a: &mut [f64], n: usize, of: Range<usize>, from: Range<usize>) {
+    let (first, width) = (from.start, of.len());
+    let below = &mut a[first * n..];
+    let mut panel = vec![0.0; (n - first) * width];
+    let rows = panel.par_chunks_exact_mut(width).zip(below.par_chunks_exact(n));
+    rows.for_each(|(to, row)| to.copy_from_slice(&row[of.clone()]));
+    for column in from.clone().step_by(4 * BLOCK) {
+        let (columns, at) = ((from.end - column).min(4 * BLOCK), column - first);
+        let rows = View::new(&panel[at * width..], n - column, width, width);
+        let others = View::new(&panel[at * width..], columns, width, width).transposed();
+        add_product(&mut below[at * n + column..], n, -1.0, rows, others);
+    }
+}
+
+/// The product of two rows, in eight sums.
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    let mut sums = [0.0; 8];
+    let (a, b) = (a.chunks_exact(8), b.chunks_exact(8));
+    let rest: f64 = a.remainder().iter().zip(b.remainder()).map(|(a, b)| a * b).sum();
+    for (a, b) in a.zip(b) {
+        sums.iter_mut().zip(a.iter().zip(b)).for_each(|(sum, (a, b))| *sum += a * b);
+    }
+    sums.iter().sum::<f64>() + rest
+}
+
+/// The inverse of a lower triangle. Its stripes of columns need nothing of each other, so that each is one task: products
+/// with the few rows of a block do not keep many processors busy.
 fn lower_inverse(lower: &[f64], n: usize) -> Vec<f64> {
+    let starts: Vec<usize> = (0..n).step_by(STRIPE).collect();
+    let stripes: Vec<Vec<f64>> = starts.par_iter().map(|&from| inverse_stripe(lower, n, from)).collect();
     let mut inverse = vec![0.0; n * n];
-    let mut sums = Vec::new();
-    for start in (0..n).step_by(BLOCK) {
-        let end = (start + BLOCK).min(n);
-        let width = end - start;
+    inverse.par_chunks_exact_mut(n).enumerate().for_each(|(row, values)| {
+        for (&from, stripe) in starts.iter().zip(&stripes).take_while(|&(&from, _)| from <= row) {
+            let width = STRIPE.min(n - from);
+            values[from..from + width].copy_from_slice(&stripe[(row - from) * width..][..width]);
+        }
+    });
+    inverse
+}
+
+/// Columns of the inverse from `from` on, at most [`STRIPE`]; its rows begin at `from`, as what lies above is 0.
+fn inverse_stripe(lower: &[f64], n: usize, from: usize) -> Vec<f64> {
+    let columns = STRIPE.min(n - from);
+    let mut stripe = vec![0.0; (n - from) * columns];
+    for start in (from..n).step_by(BLOCK) {
+        let width = BLOCK.min(n - start);
         // Row block i of the inverse: L_ii⁻¹ · (1 - Σ L_ik · X_k).
-        sums.clear();
-        sums.resize(width * end, 0.0);
-        // Columns of X are 0 above their diagonal.
-        for from in (0..start).step_by(STRIPE) {
-            let (to, depth) = ((from + STRIPE).min(start), start - from);
-            let left = View::new(&lower[start * n + from..], width, depth, n);
-            let right = View::new(&inverse[from * n + from..], depth, to - from, n);
-            add_product(&mut sums[from..], end, -1.0, left, right);
+        let (done, rest) = stripe.split_at_mut((start - from) * columns);
+        let block = &mut rest[..width * columns];
+        if start > from {
+            let left = View::new(&lower[start * n + from..], width, start - from, n);
+            add_product_alone(block, columns, -1.0, left, View::new(done, start - from, columns, columns));
+        }
+        for row in (0..width).filter(|row| start - from + row < columns) {
+            block[row * columns + start - from + row] = 1.0;
         }
         for row in 0..width {
-            sums[row * end + start + row] = 1.0;
-        }
-        for row in 0..width {
-            let (done, rest) = sums.split_at_mut(row * end);
-            let current = &mut rest[..end];
-            for k in 0..row {
-                let factor = lower[(start + row) * n + start + k];
-                let other = &done[k * end..][..end];
+            let (done, rest) = block.split_at_mut(row * columns);
+            let current = &mut rest[..columns];
+            let factors = &lower[(start + row) * n + start..][..=row];
+            for (factor, other) in factors[..row].iter().zip(done.chunks_exact(columns)) {
                 current.iter_mut().zip(other).for_each(|(x, &y)| *x -= factor * y);
             }
-            let diagonal = lower[(start + row) * n + start + row];
-            current.iter_mut().for_each(|x| *x /= diagonal);
-            inverse[(start + row) * n..][..end].copy_from_slice(current);
+            current.iter_mut().for_each(|x| *x /= factors[row]);
         }
     }
-    inverse
+    stripe
 }
 
 #[cfg(test)]

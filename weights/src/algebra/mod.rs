@@ -46,11 +46,23 @@ impl<'a> View<'a> {
     }
 }
 
-/// `c += factor · a · b`, where row i of c begins at `i · stride`.
+/// `c += factor · a · b` on all processors, where row i of c begins at `i · stride`.
 ///
 /// # Panics
 /// When shapes do not fit each other, or c is too short.
 pub fn add_product(c: &mut [f64], stride: usize, factor: f64, a: View<'_>, b: View<'_>) {
+    add(c, stride, factor, (a, b), Parallelism::Rayon(0));
+}
+
+/// [`add_product`] on the processor of the caller, who keeps the others busy.
+///
+/// # Panics
+/// As [`add_product`].
+pub fn add_product_alone(c: &mut [f64], stride: usize, factor: f64, a: View<'_>, b: View<'_>) {
+    add(c, stride, factor, (a, b), Parallelism::None);
+}
+
+fn add(c: &mut [f64], stride: usize, factor: f64, (a, b): (View<'_>, View<'_>), parallelism: Parallelism) {
     let (rows, columns, depth) = (a.rows, b.columns, a.columns);
     assert!(b.rows == depth && columns <= stride.max(1), "{rows} x {depth} times {} x {columns}", b.rows);
     if rows == 0 || columns == 0 || depth == 0 {
@@ -82,7 +94,7 @@ pub fn add_product(c: &mut [f64], stride: usize, factor: f64, a: View<'_>, b: Vi
             false,
             false,
             false,
-            Parallelism::Rayon(0),
+            parallelism,
         );
     }
 }

@@ -75,14 +75,21 @@ impl StripLaunch {
         self.chunks / STEP
     }
 
-    /// Blocks of a cluster, which share the steps: two where all of their warps have one.
+    /// Blocks of a cluster, which share the steps: two where all of their warps have one. One, where the strips of two
+    /// are more than a warp keeps and those of one are not: warps that share activations wait for each other.
     fn cluster(&self) -> usize {
-        if self.steps() >= 2 * MOST_WARPS { 2 } else { 1 }
+        let most_strips = |cluster| self.strips().div_ceil(self.clusters_of(cluster));
+        let alone = most_strips(1) <= MOST_OWN && most_strips(2) > MOST_OWN;
+        if self.steps() >= 2 * MOST_WARPS && !alone { 2 } else { 1 }
     }
 
     /// Clusters.
     fn grid(&self) -> usize {
-        (self.multiprocessors / self.cluster()).max(self.strips().div_ceil(MOST_STRIPS)).min(self.strips())
+        self.clusters_of(self.cluster())
+    }
+
+    fn clusters_of(&self, blocks: usize) -> usize {
+        (self.multiprocessors / blocks).max(self.strips().div_ceil(MOST_STRIPS)).min(self.strips())
     }
 
     /// Most strips of a cluster.
@@ -174,17 +181,17 @@ mod tests {
         let of = |rows, outputs, inputs, bits| {
             let chunks = inputs / CHUNK;
             let launch = StripLaunch { rows, outputs, chunks, bits, scale_bytes: 4, multiprocessors: 132 };
-            (launch.warps(), launch.team())
+            (launch.cluster(), launch.warps(), launch.team())
         };
         for rows in [1, 8, 16] {
-            for [outputs, inputs, team] in [[4096, 4096, 1], [8192, 8192, 1], [14336, 4096, 2], [5120, 13824, 1]] {
-                assert_eq!(of(rows, outputs, inputs, Bits::Four), (8, team));
+            for [outputs, inputs, cluster] in [[4096, 4096, 2], [8192, 8192, 2], [14336, 4096, 1], [5120, 13824, 2]] {
+                assert_eq!(of(rows, outputs, inputs, Bits::Four), (cluster, 8, 1));
             }
-            assert_eq!(of(rows, 8192, 8192, Bits::Eight), (8, 1));
+            assert_eq!(of(rows, 8192, 8192, Bits::Eight), (2, 8, 1));
         }
-        assert_eq!(of(8, 8192, 28672, Bits::Four), (16, 1));
-        assert_eq!(of(8, 8192, 28672, Bits::Eight), (16, 2));
-        assert_eq!(of(16, 8192, 28672, Bits::Eight), (8, 1));
+        assert_eq!(of(8, 8192, 28672, Bits::Four), (2, 16, 1));
+        assert_eq!(of(8, 8192, 28672, Bits::Eight), (2, 16, 2));
+        assert_eq!(of(16, 8192, 28672, Bits::Eight), (2, 8, 1));
     }
 
     #[test]

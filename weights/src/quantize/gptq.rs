@@ -28,6 +28,22 @@ pub struct GptqOptions {
     pub damping: f64,
     /// What happens to weights that have moved out of their group's range.
     pub out_of_range: OutOfRange,
+    /// What is left of moments between different inputs.
+    pub shrinkage: Shrinkage,
+}
+
+/// What is left of moments between different inputs, before damping.
+///
+/// T tokens give a Hessian of at most rank T. With fewer tokens than inputs, most of what two inputs seem to share is
+/// chance, and GPTQ moves weights by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shrinkage {
+    /// All, as in the published program.
+    Never,
+    /// 1 - λ of them. λ is the expected square of what is chance over the square of what was seen, summed over all pairs
+    /// of inputs (Schäfer and Strimmer 2005), for tokens of a normal distribution: `λ = Σ (1 + r²) / (T · Σ r²)` with the
+    /// correlations r of the T tokens. It tends to 0 with many tokens.
+    ByTokens,
 }
 
 /// In which order columns are rounded.
@@ -76,9 +92,15 @@ pub struct GptqReport {
 }
 
 impl GptqOptions {
-    /// The published defaults: columns in their order, a damping of 0.01, codes clamped.
+    /// The published defaults: columns in their order, a damping of 0.01, codes clamped, nothing shrunk.
     pub fn new(grid: Grid) -> Self {
-        Self { grid, order: ColumnOrder::Natural, damping: 0.01, out_of_range: OutOfRange::Clamped }
+        Self {
+            grid,
+            order: ColumnOrder::Natural,
+            damping: 0.01,
+            out_of_range: OutOfRange::Clamped,
+            shrinkage: Shrinkage::Never,
+        }
     }
 }
 
@@ -125,13 +147,17 @@ impl Prepared {
         if options.order == ColumnOrder::Activations {
             order.sort_by(|&a, &b| diagonal[b as usize].total_cmp(&diagonal[a as usize]));
         }
+        let kept = match options.shrinkage {
+            Shrinkage::Never => 1.0,
+            Shrinkage::ByTokens => 1.0 - hessian.chance(&diagonal),
+        };
         let mean = diagonal.iter().sum::<f64>() / n as f64;
         let mut damping = options.damping;
         loop {
             let mut matrix = vec![0.0; n * n];
             matrix.par_chunks_exact_mut(n).zip(&order).enumerate().for_each(|(i, (row, &of_row))| {
                 for (value, &of_column) in row.iter_mut().zip(&order[..i]) {
-                    *value = hessian.at(of_row as usize, of_column as usize);
+                    *value = kept * hessian.at(of_row as usize, of_column as usize);
                 }
                 row[i] = diagonal[of_row as usize] + damping * mean;
             });
@@ -154,19 +180,19 @@ impl Prepared {
         let rows = weights.values().chunks_exact(n);
         let levels = match grid.group {
             // Before dead columns become 0, as in the published program.
-            GroupSize::Row => {
-                rows.clone().map(|row| grid.fit(RangeRule::Gptq, row.iter().map(|&w| w.into()))).collect()
-            }
+            GroupSize::Row => rows.map(|row| grid.fit(RangeRule::Gptq, row.iter().map(|&w| w.into()))).collect(),
             GroupSize::Inputs(_) => vec![Levels { scale: 1.0, zero: 0 }; shape.outputs() * n.div_ceil(size)],
         };
         let column = |row: &[f32], input: u32| if self.dead[input as usize] { 0.0 } else { row[input as usize].into() };
-        let mut swept_weights = Vec::with_capacity(shape.weights());
-        rows.for_each(|row| swept_weights.extend(self.order.iter().map(|&input| column(row, input))));
+        let mut swept_weights = vec![0.0; shape.weights()];
+        swept_weights.par_chunks_exact_mut(n).zip(weights.values().par_chunks_exact(n)).for_each(|(swept, row)| {
+            swept.iter_mut().zip(&self.order).for_each(|(weight, &input)| *weight = column(row, input));
+        });
         let Swept { codes: by_order, levels, clamped, error } = sweep.run(&mut swept_weights, levels);
         let mut codes = vec![0; shape.weights()];
-        for (codes, by_order) in codes.chunks_exact_mut(n).zip(by_order.chunks_exact(n)) {
+        codes.par_chunks_exact_mut(n).zip(by_order.par_chunks_exact(n)).for_each(|(codes, by_order)| {
             self.order.iter().zip(by_order).for_each(|(&input, &code)| codes[input as usize] = code);
-        }
+        });
         let mut index = vec![0; n];
         self.order.iter().enumerate().for_each(|(at, &input)| index[input as usize] = (at / size) as u32);
         let groups = Groups::indexed(shape, grid.group, index)?;

@@ -1,5 +1,7 @@
 //! Second moments of a layer's inputs.
 
+use rayon::prelude::*;
+
 use super::matrix::Matrix;
 use crate::algebra::{View, add_product};
 use crate::error::{Error, Result, check_elements};
@@ -75,6 +77,19 @@ impl Hessian {
     /// Element (i, j).
     pub(super) fn at(&self, i: usize, j: usize) -> f64 {
         self.lower[i.max(j) * self.inputs + i.min(j)]
+    }
+
+    /// The part of the moments between different inputs that is chance, 0 to 1, for a diagonal without zeros: see
+    /// [`Shrinkage::ByTokens`](super::Shrinkage::ByTokens).
+    pub(super) fn chance(&self, diagonal: &[f64]) -> f64 {
+        let n = self.inputs;
+        let of_row = |(i, row): (usize, &[f64])| {
+            let squares = row[..i].iter().zip(diagonal).map(|(x, of_column)| x * x / of_column);
+            squares.sum::<f64>() / diagonal[i]
+        };
+        let squares: f64 = self.lower.par_chunks_exact(n).enumerate().map(of_row).collect::<Vec<_>>().iter().sum();
+        let pairs = (n * (n - 1) / 2) as f64;
+        if squares == 0.0 { 1.0 } else { ((pairs + squares) / (self.tokens as f64 * squares)).min(1.0) }
     }
 }
 

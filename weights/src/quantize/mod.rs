@@ -20,7 +20,7 @@ mod sweep;
 
 pub use awq::{Awq, AwqOptions, AwqScales, Clip, awq, awq_scaled, awq_scales};
 pub use gptaq::{GptaqOptions, gptaq};
-pub use gptq::{ColumnOrder, Gptq, GptqOptions, GptqReport, OutOfRange, gptq};
+pub use gptq::{ColumnOrder, Gptq, GptqOptions, GptqReport, OutOfRange, Shrinkage, gptq};
 pub use grid::{Grid, ScaleType, Symmetry};
 pub use hessian::{Hessian, PairedHessian};
 pub use matrix::Matrix;

@@ -2,7 +2,7 @@
 
 use kvpack_weights::quantize::{
     AwqOptions, Clip, ColumnOrder, GptaqOptions, GptqOptions, Grid, Hessian, Matrix, OutOfRange, PairedHessian,
-    ScaleType, Symmetry, awq, gptaq, gptq, round_to_nearest,
+    ScaleType, Shrinkage, Symmetry, awq, gptaq, gptq, round_to_nearest,
 };
 use kvpack_weights::{Bits, Error, GroupSize, QuantizedLinear};
 
@@ -346,6 +346,32 @@ fn damping_grows_until_there_is_a_factor() {
     assert!(matches!(refused, Err(Error::Value { what: "damping", .. })), "{refused:?}");
     let refused = gptq(case.w(), &Hessian::new(64).unwrap(), &options);
     assert!(matches!(refused, Err(Error::Value { .. })), "{refused:?}");
+}
+
+/// With fewer tokens than inputs, what inputs share by chance is not made up for: other tokens of the same kind lose less.
+/// With many tokens it changes next to nothing.
+#[test]
+fn chance_is_not_made_up_for() {
+    let inputs = 256;
+    let unseen = Case::new(1, inputs, 4000, 91);
+    let loss = |case: &Case, shrinkage: Shrinkage| {
+        let grid = grid(Bits::Three, GroupSize::Inputs(64), Symmetry::Asymmetric);
+        let options = GptqOptions { shrinkage, order: ColumnOrder::Activations, ..GptqOptions::new(grid) };
+        let quantized = gptq(case.w(), &case.hessian(), &options).unwrap();
+        let weights = quantized.linear.dequantize::<f32>();
+        let change: Vec<f32> = weights.iter().zip(&case.weights).map(|(q, w)| q - w).collect();
+        let of_token = |x: &[f32]| -> f64 {
+            let product = |row: &[f32]| row.iter().zip(x).map(|(w, x)| f64::from(w * x)).sum::<f64>().powi(2);
+            change.chunks_exact(inputs).map(product).sum()
+        };
+        unseen.activations.chunks_exact(inputs).map(of_token).sum::<f64>()
+    };
+    let few = Case::new(16, inputs, 64, 90);
+    let (all, shrunk) = (loss(&few, Shrinkage::Never), loss(&few, Shrinkage::ByTokens));
+    assert!(shrunk < 0.8 * all, "{shrunk} and {all}");
+    let many = Case::new(16, inputs, 20_000, 92);
+    let (all, shrunk) = (loss(&many, Shrinkage::Never), loss(&many, Shrinkage::ByTokens));
+    assert!((shrunk / all - 1.0).abs() < 0.05, "{shrunk} and {all}");
 }
 
 #[test]
