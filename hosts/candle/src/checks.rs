@@ -3,18 +3,16 @@
 use std::io::Cursor;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use kvpack::backend::Backend;
 use kvpack::cache::{Budget, Growth, ModelCache};
-use kvpack::conformance;
 use kvpack::cpu::nmse;
 use kvpack_cli::Model;
 use kvpack_serving::tiny::{self, FAMILIES, LogitsFile, RECIPES, Tiny};
 use kvpack_serving::{Figures, Prompt, Request, Scheduler, Settings};
-use pollster::block_on;
 
 use crate::attention::Steps;
 use crate::host::Host;
@@ -150,19 +148,4 @@ fn queue<B: Backend + Clone, S: Steps<B>>(
     println!("eight requests to {family}, {recipe}, within 60 % of the memory: texts as of each alone: {verdict}");
     println!("{figures}");
     Ok(passed)
-}
-
-/// Runs kvpack's own checks whose name contains `filter` on a device. False if one fails.
-pub fn kernels<R: Rig>(rig: &R, filter: &str) -> Result<bool> {
-    let checks: Vec<_> = conformance::checks().into_iter().filter(|check| check.name().contains(filter)).collect();
-    ensure!(!checks.is_empty(), "no check has '{filter}' in its name; `kvpack check --all` prints every name");
-    let mut failed = 0;
-    for check in &checks {
-        let report = block_on(check.run(rig.backend()))?;
-        let verdict = if report.passed() { "passed".to_owned() } else { report.reason().to_string() };
-        println!("{}: {verdict}", check.name());
-        failed += usize::from(!report.passed());
-    }
-    println!("{} of {} checks passed", checks.len() - failed, checks.len());
-    Ok(failed == 0)
 }

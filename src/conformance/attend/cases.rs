@@ -32,7 +32,6 @@ pub fn attend_cases() -> Vec<AttendCase> {
     cases.extend(centred::centred());
     cases.extend(small_values::small_values());
     cases.extend(read_path::read_path());
-    cases.extend(many_pages());
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }
@@ -191,21 +190,6 @@ fn several_segments() -> Vec<AttendCase> {
         cases.push(case);
     }
     cases
-}
-
-/// Enough sequences with a page of generated tokens next to a packed prompt that a large GPU chooses its smallest blocks.
-fn many_pages() -> Vec<AttendCase> {
-    let packed = StoreCase::new(SegmentFormat::per_channel(Bits::Two));
-    let recent = StoreCase { fill: Fill::Append, ..StoreCase::new(SegmentFormat::F16) };
-    let span = |segment, tokens| SpanCase { segment, tokens };
-    let of = |(query_heads, kv_heads, head_dim)| {
-        let shape = AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels");
-        let mut many = AttendCase::new(&format!("segments-many-pages-{head_dim}"), shape, SegmentFormat::F16);
-        many.segments = vec![recent, packed];
-        many.sequences = (0..72).map(|i| vec![span(1, 1 + i % 3), span(0, 1 + 11 * i % 128)]).collect();
-        many
-    };
-    [(32, 32, 128), (32, 16, 64)].map(of).into()
 }
 
 /// CalibQuant's calibration: scores are mapped by their extremes over the span before the softmax.

@@ -100,8 +100,7 @@ impl AttendVariant {
     /// The variants that serve a format best, for spans of up to `longest_span` tiles. One has blocks that own a
     /// multiprocessor. One has fewer warps, if the first has so many that a few steps would leave some idle. For few
     /// bits, one has blocks that share a multiprocessor in pairs, for steps with more blocks than multiprocessors. For
-    /// short spans, one has small blocks, several of which share a multiprocessor. For spans of one page in f16, one has
-    /// still smaller blocks.
+    /// short spans, one has small blocks, several of which share a multiprocessor.
     pub(super) fn candidates(
         pages: PageFormat,
         group: usize,
@@ -162,9 +161,6 @@ impl AttendVariant {
             (short, [few, few, 2, 4, 2]),
             (short, [few, few, 1, 4, 2]),
         ];
-        // Generated tokens next to a packed prompt: few of a page, so that most warps of a larger block have none.
-        let one_page = longest_span <= 1 && bits == 32;
-        let smallest: [(bool, Sizes); 1] = [(one_page && !wide && pages.head_dim <= 128, [few, few, 1, 2, 8])];
         let first =
             |sizes: &[(bool, Sizes)]| sizes.iter().filter(|(wanted, _)| *wanted).map(|&(_, s)| variant(s)).find(fits);
         let alone = first(&sizes).ok_or_else(|| {
@@ -176,7 +172,7 @@ impl AttendVariant {
                 hint: "use a device with more shared memory, or fewer bits",
             }
         })?;
-        Ok([Some(alone), first(&even), first(&shared), first(&small), first(&smallest)].into_iter().flatten().collect())
+        Ok([Some(alone), first(&even), first(&shared), first(&small)].into_iter().flatten().collect())
     }
 
     /// The variant for up to `queries` queries that move, of `group` query heads each. All its warps have the registers
@@ -455,20 +451,6 @@ mod tests {
             assert_eq!(of(storing), sizes, "{format}");
             assert_eq!(storing.ring_bytes(), whole.ring_bytes(), "{format}");
         }
-    }
-
-    /// Pages that few tokens of f16 lie in have blocks of two warps, spans of several pages and packed pages do not.
-    #[test]
-    fn few_tokens_in_f16_have_the_smallest_blocks() {
-        let shape = AttentionShape::new(32, 32, 128).unwrap();
-        let smallest = |format, longest_span| {
-            let pages = PageFormat::new(&shape, &format).unwrap();
-            let all = AttendVariant::candidates(pages, 1, longest_span, &H200).unwrap();
-            all.into_iter().find(|variant| variant.warps == 2).map(|variant| [variant.step_tokens, variant.blocks])
-        };
-        assert_eq!(smallest(SegmentFormat::F16, 1), Some([16, 8]));
-        assert_eq!(smallest(SegmentFormat::F16, 2), None);
-        assert_eq!(smallest(SegmentFormat::saw_int4(), 1), None);
     }
 
     /// The sources of a format of every kind compile, with every way from scores to logits. This needs no device.

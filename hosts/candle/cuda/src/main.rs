@@ -20,11 +20,7 @@ enum Command {
     #[command(subcommand)]
     Study(Study),
     /// Compares small models with what the command's CPU backend computes, and a queue with its requests alone.
-    Check {
-        /// Runs kvpack's own checks whose name contains this in place of those.
-        #[arg(long, value_name = "TEXT")]
-        kernels: Option<String>,
-    },
+    Check,
     /// Compares and times kvpack's attention over candle's tensors.
     Bridge,
 }
@@ -35,11 +31,7 @@ fn main() -> Result<()> {
     match command {
         Command::Serve(serve) => serve.run(&rig),
         Command::Study(study) => study.run(&rig),
-        Command::Check { kernels: Some(filter) } => match checks::kernels(&rig, &filter)? {
-            true => Ok(()),
-            false => bail!("something differs"),
-        },
-        Command::Check { kernels: None } => {
+        Command::Check => {
             let kernels = fused_check::run(&rig.kernels(), rig.device())?;
             match checks::run(&rig)? && kernels {
                 true => Ok(()),
