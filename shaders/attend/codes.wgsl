@@ -71,8 +71,8 @@ fn code_halves(fields: u32, origin: f16) -> Eight {
 // -------- level_bytes --------
 
 // Levels of a codebook as signed bytes: level = (byte + 1/2) · unit, see `format::codebook`. A negative level's byte is
-// the complement of its opposite's. The steps of the levels above 0 are exclusive ors of constants, one for each bit of
-// the index (at 4 bits also for two pairs of bits), so that four fields are looked up at once.
+// the complement of its opposite's. At 2 and 3 bits the levels above 0 are exclusive ors of constants, one for each bit
+// of the index, and at 4 bits sums of multiples of the index and of its bits. So four fields are looked up at once.
 //
 // gives: level_bytes
 
@@ -93,12 +93,14 @@ fn level_bytes(fields: u32, bits: u32) -> u32 {
         // 12, 39, 69, 110.
         return 0x0c0c0c0cu ^ (bit0 * 43u) ^ (bit1 * 73u) ^ (sign * (255u ^ 43u ^ 73u));
     }
-    // 4, 13, 22, 31, 41, 53, 68, 88.
-    let bit2 = (fields >> 2u) & 0x01010101u;
-    let pair0 = (bit0 ^ sign) & (bit2 ^ sign);
-    let pair1 = (bit1 ^ sign) & (bit2 ^ sign);
-    return 0x04040404u ^ (bit0 * 9u) ^ (bit1 * 18u) ^ (bit2 * 45u) ^ (sign * (255u ^ 9u ^ 18u ^ 45u)) ^ (pair0 * 21u)
-        ^ (pair1 * 127u);
+    // 4, 13, 22, 31, 41, 53, 68, 88: nine apart below 41, and 1, 4, 10, 21 more from there on.
+    let below = sign * 255u;
+    let index = (fields ^ below) & 0x07070707u;
+    let upper = (index >> 2u) & 0x01010101u;
+    let upper0 = index & upper;
+    let upper1 = (index >> 1u) & upper;
+    let level = (index + upper1) * 9u + (upper + 0x04040404u) + upper0 * 3u + (upper0 & upper1) * 8u;
+    return level ^ below;
 }
 
 // -------- level_halves --------

@@ -36,8 +36,8 @@ const PREPARING_INVOCATIONS: usize = 64;
 const QUERY_ROW: &str = "attend/query_row.wgsl#f16";
 /// Subgroups of the largest workgroup.
 const MOST_SUBGROUPS: usize = 8;
-/// Words of an item that wait in workgroup memory: `KeptItem` of the shaders.
-const KEPT_WORDS: usize = 6;
+/// Words of an item that wait in workgroup memory: `kept` of the shaders.
+const KEPT_WORDS: usize = 8;
 /// Steps of levels in the half 1: see `attend/codes.wgsl#level_halves`.
 const LEVEL_STEPS: f32 = 128.0;
 /// Number of buffers that the kernel binds at most: those of keys and values, their ranges, four of work, the states,

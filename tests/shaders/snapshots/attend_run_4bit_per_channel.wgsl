@@ -718,33 +718,27 @@ struct Joined {
 // needs: FIELDS, WorkItem, head_exists, input_row, query_head, state_row, states, write_state_lse
 // gives: keep_item, kept_item, end_row, write_field
 
-// What the ends need of the item waits here: registers are short while products are summed.
-struct KeptItem {
-    state: u32,
-    range_slot: u32,
-    row: u32,
-    states: u32,
-    queries: u32,
-    stride: u32,
-}
-
-var<workgroup> kept: KeptItem;
+// What the ends need of the item waits here: registers are short while products are summed. Vectors keep every array of
+// workgroup memory at a multiple of 16 bytes, in whatever order a driver places them: products read and write rows of
+// halves as such vectors.
+var<workgroup> kept: array<vec4<u32>, 2>;
 
 fn keep_item(item: WorkItem, invocation: u32) {
     if (invocation == 0u) {
-        kept = KeptItem(item.state, item.range_slot, item.row, item.states, item.queries, item.stride);
+        kept[0] = vec4<u32>(item.state, item.range_slot, item.row, item.states);
+        kept[1] = vec4<u32>(item.queries, item.stride, 0u, 0u);
     }
 }
 
 // Behind a barrier.
 fn kept_item() -> WorkItem {
     var item: WorkItem;
-    item.state = kept.state;
-    item.range_slot = kept.range_slot;
-    item.row = kept.row;
-    item.states = kept.states;
-    item.queries = kept.queries;
-    item.stride = kept.stride;
+    item.state = kept[0].x;
+    item.range_slot = kept[0].y;
+    item.row = kept[0].z;
+    item.states = kept[0].w;
+    item.queries = kept[1].x;
+    item.stride = kept[1].y;
     return item;
 }
 
