@@ -4,7 +4,7 @@
     host-tables.py            prints every table
     host-tables.py --check    fails if the page lacks one of them
 
-`candle-host study … --json` writes the files.
+`candle-host study … --json` writes the files, and `burn-host decode … --json` those that begin with `burn-`.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent.parent / "docs/results/hosts"
 
 
-def rows_of(name):
-    return json.loads((FOLDER / f"{name}.json").read_text())["rows"]
+def rows_of(*names):
+    return [row for name in names for row in json.loads((FOLDER / f"{name}.json").read_text())["rows"]]
 
 
 def number(x, digits=2):
@@ -32,9 +32,9 @@ def recipes_of(rows):
     return list(dict.fromkeys(row["recipe"] for row in rows))
 
 
-def rates(name, batches, lengths):
+def rates(names, batches, lengths):
     """Tokens per second by batch and length, a column for each recipe."""
-    rows = rows_of(name)
+    rows = rows_of(*names.split())
     by = {(row["batch"], row["tokens"], row["recipe"]): row["tokens_per_second"] for row in rows}
     recipes = recipes_of(rows)
     lines = [[f"{b} × {t}", *(number(by.get((b, t, r)), 0) for r in recipes)] for t in lengths for b in batches]
@@ -51,6 +51,20 @@ def parts(name, sizes, recipes):
         rest, host = (device - attention, step - device) if device else (None, None)
         lines.append([f"{batch} × {tokens}", recipe, number(step), number(attention), number(rest), number(host)])
     return table(["batch × tokens", "attention of", "step ms", "attention", "rest of the model", "host"], lines)
+
+
+def submitted(names, sizes, recipes):
+    """What a step is made of where every layer is submitted by itself: attention is timed alone, the rest is what is left.
+    The host is done when all is submitted."""
+    by = {(row["batch"], row["tokens"], row["recipe"]): row for row in rows_of(*names.split())}
+    lines = []
+    for row in (by[b, t, r] for b, t in sizes for r in recipes if (b, t, r) in by):
+        step, attention = row["step_ms"], row["attention_ms"]
+        rest = step - attention if attention else None
+        size = f"{row['batch']} × {row['tokens']}"
+        lines.append([size, row["recipe"], *map(number, (step, attention, rest, row["submitted_ms"]))])
+    header = ["batch × tokens", "attention of", "step ms", "attention alone", "rest of the step", "submitted after"]
+    return table(header, lines)
 
 
 def throughput(name):
@@ -141,8 +155,8 @@ def tables():
     yield parts("decode-8b", [(1, 1024), (8, 32768), (64, 8192)], [*some, "kivi:2"])
     yield rates("decode-8b-w4", batches, [1024, 8192, 32768])
     yield parts("decode-8b-w4", [(1, 1024), (8, 32768), (64, 8192)], [*some, "kivi:2"])
-    yield rates("decode-smollm2", batches, [1024, 4096, 8000])
-    yield parts("decode-smollm2", [(1, 1024), (64, 8000)], some)
+    yield rates("decode-smollm2", batches, [1024, 8000])
+    yield parts("decode-smollm2", [(1, 1024), (1, 8000), (8, 8000), (64, 1024), (64, 8000)], some)
     yield rates("decode-qwen", batches, [1024, 8192, 32000])
     yield parts("decode-qwen", [(1, 1024), (1, 32000), (8, 32000), (64, 8192), (64, 32000)], [*some, "kivi:2"])
     yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g-w4"))
