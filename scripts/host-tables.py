@@ -159,6 +159,8 @@ def tables():
     yield parts("decode-smollm2", [(1, 1024), (1, 8000), (8, 8000), (64, 1024), (64, 8000)], some)
     yield rates("decode-qwen", batches, [1024, 8192, 32000])
     yield parts("decode-qwen", [(1, 1024), (1, 32000), (8, 32000), (64, 8192), (64, 32000)], [*some, "kivi:2"])
+    yield rates("burn-smollm2-1024 burn-smollm2-8000", [1, 8, 64], [1024, 8000])
+    yield submitted("burn-smollm2-1024 burn-smollm2-8000", [(1, 1024), (64, 1024), (8, 8000)], ["burn", *some[1:]])
     yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g-w4"))
     yield from (budgets(f"throughput-7b-{prompt}") for prompt in ("8960", "17920", "140gb-w4"))
     yield budget_sums("throughput-7b-8960")
