@@ -33,7 +33,7 @@ def recipes_of(rows):
 
 
 def rates(names, batches, lengths):
-    """Tokens per second by batch and length, a column for each recipe."""
+    """Tokens per second by batch and length, a column for each recipe. Names have spaces between them."""
     rows = rows_of(*names.split())
     by = {(row["batch"], row["tokens"], row["recipe"]): row["tokens_per_second"] for row in rows}
     recipes = recipes_of(rows)

@@ -282,9 +282,9 @@ fn every_variant_is_valid_translates_and_binds_few_buffers() {
     assert!(entry_points.len() > 200, "{}", entry_points.len());
 }
 
-/// Products of matrices read rows from workgroup memory as vectors of 16 bytes. Drivers place variables next to each
-/// other in an order of their own, so a variable of another size moves those behind it off these rows: an item of 24
-/// bytes once made prompts of 64 and 256 channels wrong on an H200, which no driver in software shows.
+/// Products of matrices read rows from workgroup memory as vectors of 16 bytes. Drivers place variables in an order of
+/// their own. A variable of another size moves what lies behind it off these rows. Once an item of 24 bytes made prompts
+/// of 64 and 256 channels wrong on an H200. Drivers in software have no matrices and do not show it.
 #[test]
 fn workgroup_memory_next_to_matrices_is_aligned_in_any_order() {
     let texts: BTreeMap<&str, &Source> = assembled()

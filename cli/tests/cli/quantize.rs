@@ -60,6 +60,7 @@ fn what_cannot_be_quantised_leaves_nothing() {
         (&["--bits", "5"][..], "2, 3, 4 or 8 bits"),
         (&["--group", "0"], "group_size"),
         (&["--method", "rtn", "--act-order"], "--act-order is for"),
+        (&["--method", "awq", "--text", "text.txt", "--shrink"], "--shrink is for"),
         (&["--tokens", "0"], "--tokens is 0"),
         (&["--tokens", "100000000"], "--tokens is 100000000"),
         (&["--method", "rtn", "--layout", "awq", "--bits", "3", "--group", "-1"], "it has 4 bits"),

@@ -81,6 +81,9 @@ fn factor_block(a: &mut [f64], n: usize, start: usize, end: usize) -> Option<()>
 
 /// Takes what the columns `of` make of the lower triangle from its columns `from`, in blocks.
 fn subtract(a: &mut [f64], n: usize, of: Range<usize>, from: Range<usize>) {
+    if from.is_empty() {
+        return;
+    }
     let (first, width) = (from.start, of.len());
     let below = &mut a[first * n..];
     let mut panel = vec![0.0; (n - first) * width];
