@@ -44,7 +44,7 @@ pub struct QuantizeArgs {
     /// Widen the range of a group until no weight is clamped (gptq and gptaq).
     #[arg(long)]
     no_clipping: bool,
-    /// Distrust what inputs share, the more the fewer tokens are read (gptq and gptaq).
+    /// Shrink the correlations between inputs, more so with fewer tokens (gptq and gptaq).
     #[arg(long)]
     shrink: bool,
     /// The layout of the layers.
