@@ -1,4 +1,4 @@
-//! A server in small, on wgpu: requests arrive, find their beginning in a prefix cache, decode beside parts of other
+//! A server in small, on wgpu: requests arrive, find their beginning in a prefix cache, decode next to parts of other
 //! prompts, wait on the host where pages run out, and come back.
 //!
 //!     cargo run --release --example serving

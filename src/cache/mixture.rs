@@ -82,7 +82,7 @@ impl Mixture {
         tiers.push(Choice::parse(last)?);
         let packed = tiers.iter().filter(|tier| !tier.is_f16()).count();
         if packed >= MOST_STORES || tiers.len() - packed > 1 {
-            return Err(format!("mix={text}: f16 may come once, beside at most {} other methods", MOST_STORES - 1));
+            return Err(format!("mix={text}: f16 may come once, with at most {} other methods", MOST_STORES - 1));
         }
         // Invalid shares are invalid for any chunks.
         chunk_shares(&[0.0], &shares).map_err(|error| error.to_string())?;
