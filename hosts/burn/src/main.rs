@@ -1,22 +1,31 @@
 //! Whole models on burn with kvpack as their attention and cache, on wgpu.
 //!
 //! Without arguments the program checks itself: what is between burn and kvpack (`bridge`), and a small model
-//! (`checks`). With the feature `gguf`, `decode` times steps of a GGUF file's model.
+//! (`checks`). With the feature `studies`, `decode` times steps of a GGUF file's model, and `throughput` and `context`
+//! repeat studies of papers with models of random weights.
 
 mod attention;
 mod bridge;
 mod checks;
-#[cfg(feature = "gguf")]
+#[cfg(feature = "studies")]
+mod context;
+#[cfg(feature = "studies")]
 mod decode;
 mod decoder;
-#[cfg(feature = "gguf")]
+#[cfg(feature = "studies")]
 mod gguf;
 mod host;
-#[cfg(feature = "gguf")]
+#[cfg(feature = "studies")]
 mod own;
 mod projections;
-#[cfg(feature = "gguf")]
+#[cfg(feature = "studies")]
 mod report;
+#[cfg(feature = "studies")]
+mod shape;
+#[cfg(feature = "studies")]
+mod steps;
+#[cfg(feature = "studies")]
+mod throughput;
 mod trace;
 
 use std::process::ExitCode;
@@ -38,8 +47,14 @@ enum Command {
     /// Compares the bridge with burn's own attention, and small models with the command's CPU backend; the default
     Check,
     /// Times steps of decoding of a GGUF file's model
-    #[cfg(feature = "gguf")]
+    #[cfg(feature = "studies")]
     Decode(decode::DecodeArgs),
+    /// Throughput under a memory budget (CalibQuant, Tables 5-8)
+    #[cfg(feature = "studies")]
+    Throughput(throughput::ThroughputArgs),
+    /// Time per output token against the context (Cocktail)
+    #[cfg(feature = "studies")]
+    Context(context::ContextArgs),
 }
 
 fn main() -> Result<ExitCode> {
@@ -53,8 +68,12 @@ fn main() -> Result<ExitCode> {
             passed &= checks::logits(&device, &backend)?;
             passed & checks::queue(&device, &backend)?
         }
-        #[cfg(feature = "gguf")]
+        #[cfg(feature = "studies")]
         Command::Decode(decode) => decode.run(&device, &backend)?,
+        #[cfg(feature = "studies")]
+        Command::Throughput(study) => study.run(&device, &backend)?,
+        #[cfg(feature = "studies")]
+        Command::Context(study) => study.run(&device, &backend)?,
     };
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
