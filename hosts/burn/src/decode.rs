@@ -13,8 +13,8 @@ use crate::decoder::Decoder;
 use crate::gguf::Gguf;
 use crate::host::Host;
 use crate::own::OwnAttention;
-use crate::steps::{self, FIRST, StepTime, Times, begun, filled};
-use crate::{Result, report};
+use crate::steps::{self, FIRST, StepTime, begun, filled};
+use crate::{Result, own, report};
 
 /// What greedy texts continue.
 const PROMPT: &str = "The history of the lighthouse begins with a storm that nobody in the village expected.";
@@ -83,7 +83,8 @@ impl DecodeArgs {
                 let bytes =
                     config.layers * 8 * config.attention.kv_heads() * config.attention.head_dim() * tokens * batch;
                 if bytes <= self.own_gib << 30 {
-                    push(&mut rows, self.own(device, &host, (batch, tokens))?);
+                    let time = own::decode(device, &host, (batch, tokens), self.steps)?;
+                    push(&mut rows, Row::new((batch, tokens, "burn"), time));
                 } else {
                     println!("| {batch} × {tokens} | burn | does not fit |");
                 }
@@ -95,22 +96,6 @@ impl DecodeArgs {
             }
         }
         Ok(same)
-    }
-
-    /// Steps with burn's own attention.
-    fn own(&self, device: &Device, host: &Host, (batch, tokens): (usize, usize)) -> Result<Row> {
-        let mut own = OwnAttention::new(device, host.config(), batch, (tokens, FIRST + self.steps));
-        let mut times = Times::new(batch);
-        for _ in 0..FIRST + self.steps {
-            times.begin();
-            let positions = vec![own.length(); batch];
-            let stream =
-                host.decoder().forward(times.tokens(), &positions, &mut |layer, rows| own.attend(layer, rows))?;
-            own.step();
-            times.submitted();
-            times.end(host.decoder().largest(stream)?);
-        }
-        Ok(Row::new((batch, tokens, "burn"), times.middle()))
     }
 
     /// Steps with kvpack's.

@@ -1,8 +1,8 @@
 //! Whole models on burn with kvpack as their attention and cache, on wgpu.
 //!
 //! Without arguments the program checks itself: what is between burn and kvpack (`bridge`), and a small model
-//! (`checks`). With the feature `studies`, `decode` times steps of a GGUF file's model, and `throughput` and `context`
-//! repeat studies of papers with models of random weights.
+//! (`checks`). With the feature `studies`, `decode` times steps of a GGUF file's model, and `throughput`,
+//! `policy` and `context` repeat studies of papers with models of random weights.
 
 mod attention;
 mod bridge;
@@ -17,7 +17,11 @@ mod gguf;
 mod host;
 #[cfg(feature = "studies")]
 mod own;
+#[cfg(feature = "studies")]
+mod policy;
 mod projections;
+#[cfg(feature = "studies")]
+mod prompt;
 #[cfg(feature = "studies")]
 mod report;
 #[cfg(feature = "studies")]
@@ -52,6 +56,9 @@ enum Command {
     /// Throughput under a memory budget (CalibQuant, Tables 5-8)
     #[cfg(feature = "studies")]
     Throughput(throughput::ThroughputArgs),
+    /// Prompts of which a policy keeps a share (VL-Cache, LOOK-M)
+    #[cfg(feature = "studies")]
+    Policy(policy::PolicyArgs),
     /// Time per output token against the context (Cocktail)
     #[cfg(feature = "studies")]
     Context(context::ContextArgs),
@@ -72,6 +79,8 @@ fn main() -> Result<ExitCode> {
         Command::Decode(decode) => decode.run(&device, &backend)?,
         #[cfg(feature = "studies")]
         Command::Throughput(study) => study.run(&device, &backend)?,
+        #[cfg(feature = "studies")]
+        Command::Policy(study) => study.run(&device, &backend)?,
         #[cfg(feature = "studies")]
         Command::Context(study) => study.run(&device, &backend)?,
     };

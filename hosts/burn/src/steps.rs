@@ -119,11 +119,14 @@ impl Times {
 
     /// What a step took.
     pub fn middle(&self) -> StepTime {
-        let middle = |of: &[f64]| {
-            let mut of = of.get(FIRST..).unwrap_or_default().to_vec();
-            of.sort_unstable_by(f64::total_cmp);
-            of.get(of.len() / 2).copied().unwrap_or(f64::NAN)
-        };
+        let middle = |of: &[f64]| middle(of.get(FIRST..).unwrap_or_default());
         StepTime { step_ms: middle(&self.steps), submitted_ms: middle(&self.submissions), attention_ms: None }
     }
+}
+
+/// The middle of some times; not a number where there are none.
+pub fn middle(times: &[f64]) -> f64 {
+    let mut times = times.to_vec();
+    times.sort_unstable_by(f64::total_cmp);
+    times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
 }
