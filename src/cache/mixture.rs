@@ -106,8 +106,8 @@ impl Mixture {
         self.order
     }
 
-    /// The stores of the whole chunks of a context, in the order that the recipe asks for, given the similarities of the
-    /// chunks' embeddings with the query's.
+    /// The stores of the whole chunks of a context, in the order that the recipe asks for, given the similarity of each
+    /// chunk's embedding to the query's, `[chunks]`.
     ///
     /// # Errors
     /// As [`Mixture::stores_of`] and [`ChunkStores::new`].

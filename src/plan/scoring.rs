@@ -52,7 +52,7 @@ impl Scoring {
         Ok(Self { soft_cap: Some(cap), ..self })
     }
 
-    /// The same with one sink logit for every query head; −∞ is a head without a sink.
+    /// The same with one sink logit for every query head, `[query_heads]`; −∞ is a head without a sink.
     ///
     /// # Errors
     /// [`Error::Plan`] when a logit is NaN or +∞. A plan checks that there are as many as query heads.
