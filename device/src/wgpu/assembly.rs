@@ -51,8 +51,8 @@ struct Assembly<'a> {
 }
 
 impl Assembly<'_> {
-    /// Adds a file or a section with the default bodies of its slot, unless it was added before. What it imports follows,
-    /// so that a kernel is read from above.
+    /// Adds a file or a section with the default bodies of its slot, unless it was added before. What it imports
+    /// follows, so that a kernel is read from above.
     fn import(&mut self, path: &str) -> Result<(), String> {
         if !self.seen.insert(path.to_owned()) {
             return Ok(());
