@@ -110,7 +110,7 @@ pub(crate) fn grow<T: Clone>(what: &'static str, elements: &mut Vec<T>, length: 
     Ok(())
 }
 
-/// The elements of an iterator that knows how many they are at most.
+/// The elements of an iterator that knows an upper bound of their number.
 ///
 /// # Errors
 /// As [`reserved`].

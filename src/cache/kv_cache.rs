@@ -159,7 +159,8 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, written)
     }
 
-    /// Appends one token to every sequence: token i of `rows` to sequence i.
+    /// Appends one token to every sequence: token i of `rows` to sequence i. Keys and values are `[sequences, kv_heads,
+    /// head_dim]` in the strides of `rows`.
     ///
     /// # Errors
     /// As [`KvCache::append_to`].
@@ -346,7 +347,8 @@ impl<B: Backend> KvCache<B> {
         self.attend_to(&all, queries, output).await
     }
 
-    /// Attends with one query for each of the given sequences, a subset of the batch in any order.
+    /// Attends with one query for each of the given sequences, a subset of the batch in any order. Queries and output
+    /// are `[sequences, query_heads, head_dim]`.
     ///
     /// # Errors
     /// As [`KvCache::attend`]; [`Error::Sequence`] when there is no such sequence.
@@ -355,8 +357,9 @@ impl<B: Backend> KvCache<B> {
         self.attend_runs(&runs, queries, output).await
     }
 
-    /// Attends with query runs, which are contiguous in `queries`. Decoding sequences may be mixed with chunks of
-    /// prompts. Each query of a causal run sees the tokens up to its own.
+    /// Attends with query runs, which are contiguous in `queries`. Queries and output are `[queries, query_heads,
+    /// head_dim]`, with the queries of all runs. Decoding sequences may be mixed with chunks of prompts. Each query of a
+    /// causal run sees the tokens up to its own.
     ///
     /// # Errors
     /// As [`KvCache::plan`] and [`KvCache::attend`].
@@ -395,8 +398,9 @@ impl<B: Backend> KvCache<B> {
         self.attend_runs(&[QueryRun::causal(sequence, queries_given)], queries, output).await
     }
 
-    /// Attends with query runs and returns the states, to be merged with attention over other tokens: f32 outputs, and
-    /// the log-sum-exps of the scores of the original keys, centred or not.
+    /// Attends with query runs and returns the states, to be merged with attention over other tokens: f32 outputs
+    /// `[queries, query_heads, head_dim]`, and the log-sum-exps `[queries, query_heads]` of the scores of the original
+    /// keys, centred or not.
     ///
     /// # Errors
     /// As [`KvCache::attend_runs`].

@@ -20,7 +20,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// the pass of the last part, for a policy that [needs no counts](ObservedParts::needs_counts). Tokens that were
     /// decoded since the last part stay behind the prompt.
     ///
-    /// The room for what is kept is needed beside the prompt's: [`ModelCache::reserve_for_parts`].
+    /// The cache needs room for the kept tokens in addition to the prompt's: [`ModelCache::reserve_for_parts`].
     ///
     /// ```
     /// use kvpack::backend::TensorRows;
@@ -59,8 +59,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Plan`] when a step is open, or the sequence holds another prompt or only a part of it;
-    /// [`Error::Selection`] when parts were not observed or counts were not read; [`Error::NoRoom`] when what is kept
-    /// does not fit beside the prompt. The cache is as it was.
+    /// [`Error::Selection`] when parts were not observed or counts were not read; [`Error::NoRoom`] when the kept tokens
+    /// do not fit in addition to the prompt. The cache is as it was.
     pub fn compress_parts(&mut self, prompt: &mut ObservedParts<B>) -> Result<()> {
         self.check_no_step()?;
         if !prompt.shapes().eq(self.shapes()) {
@@ -112,7 +112,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// tokens of spans count from the prompt's first. It queues kernels and waits for nothing, and uploads nothing.
     /// Through wgpu it submits them, unless `Wgpu::record` takes them for the pass of the engine.
     ///
-    /// The room for the spans is needed beside the prompt's: [`ModelCache::reserve_for_prefill`].
+    /// The cache needs room for the spans in addition to the prompt's: [`ModelCache::reserve_for_prefill`].
     ///
     /// ```
     /// use kvpack::cache::{ChunkStores, ModelCache, ModelRecipe, StoreId, TokenRun};

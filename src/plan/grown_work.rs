@@ -1,4 +1,4 @@
-//! Plans of which sequences got a token more, within the pages that they had: most steps of decoding. Their work is
+//! Plans whose sequences got one more token, within the pages that they had: most steps of decoding. Their work is
 //! that of the step before, but for the tokens of a few items.
 
 use super::attend::{AttendPlan, PlannedSpan, StorePart};
@@ -9,7 +9,7 @@ use super::work::{Dispatch, StoreWork, Work, WorkItem};
 use crate::format::TILE_TOKENS;
 
 impl AttendPlan {
-    /// Whether another plan is this one with more tokens within the last pages of spans, for queries that are alone and
+    /// Whether another plan only adds tokens to this one, within the last pages of spans, for queries that are alone and
     /// see all of their sequence.
     fn grows_to(&self, other: &Self) -> bool {
         let alone = |run: &PlannedRun| run.run.queries == 1 && run.run.visible == Visible::All;

@@ -74,7 +74,7 @@ impl ExchangeTime {
     /// From (bytes of a rank, seconds) of a small and a large all-gather between two ranks.
     ///
     /// # Errors
-    /// [`Error::Plan`] unless the larger one has more bytes and takes longer.
+    /// [`Error::Plan`] unless the larger has more bytes and takes longer.
     pub fn of(small: (u64, f64), large: (u64, f64)) -> Result<Self> {
         Ok(Self { two: Line::through("time of an exchange", small, large)?, further: 0.0 })
     }
@@ -117,7 +117,7 @@ pub struct StepTime {
     pub exchange: ExchangeTime,
 }
 
-/// What [`StepTime::plan`] says.
+/// The result of [`StepTime::plan`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SplitTime {
     /// Ranks.

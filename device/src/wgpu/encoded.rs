@@ -1,4 +1,5 @@
-//! Steps that an engine has encoded and not submitted. Until it submits them, pages do not hold what a cache says.
+//! Steps that an engine has encoded and not submitted. Until it submits them, pages lack the tokens that
+//! a cache counts.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -103,7 +103,7 @@ impl Kernels {
         self.device.limits().max_storage_buffers_per_shader_stage.saturating_sub(u32::from(self.counter.is_some()))
     }
 
-    /// What tells when the commands of a pass are submitted.
+    /// Notices when the commands of a pass are submitted.
     pub const fn submissions(&self) -> &Submissions {
         &self.submissions
     }
