@@ -5,7 +5,7 @@
 //!
 //! What measures attention, chooses tokens and packs them is recorded into the engine's own passes: the library submits
 //! nothing and waits for nothing. Every query of a part is compared with attention in f64 over the document so far, and
-//! every query behind it with attention over what is kept. docs/engines.md goes through the calls.
+//! every query behind it with attention over what is kept. docs/engines.md explains the calls.
 
 use std::error::Error;
 
@@ -161,6 +161,7 @@ impl Server {
         let step = self.steps.write(&open)?;
         let mut encoder = self.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        // --- part
         for layer in 0..LAYERS {
             project(self.backend.queue(), &self.tensors[layer], layer, runs, starts); // the model's kernels
             step.encode_store(layer, &mut pass)?;
@@ -178,6 +179,7 @@ impl Server {
         if let Some(packing) = document.filter(|_| ends).map(|of| self.pack(of)).transpose()?.flatten() {
             packing.encode(&mut pass);
         }
+        // --- end
         drop(pass);
         self.backend.queue().submit([encoder.finish()]);
         Ok(())
@@ -185,6 +187,7 @@ impl Server {
 
     /// What packs a document, unless budgets wait for counts.
     fn pack(&mut self, document: &mut Document) -> Result<Option<Recorded>, KvError> {
+        // --- packing
         match document {
             Document::Policy(prompt) if prompt.needs_counts() => Ok(None),
             Document::Policy(prompt) => self.backend.record(|| self.cache.compress_parts(prompt)).map(Some),
@@ -192,10 +195,11 @@ impl Server {
                 self.backend.record(|| self.cache.pack_parts(DOCUMENT, &spans.prompt())).map(Some)
             }
         }
+        // --- end
     }
 
-    /// Compares the first and the last output of every run with attention in f64 over what its sequence holds. A part of
-    /// the document sees what the model gave.
+    /// Compares the first and the last output of every run with attention in f64 over what its sequence holds. A part
+    /// of the document sees what the model gave.
     async fn check(&mut self, layer: usize, runs: &[TokenRun], starts: &[usize]) -> Result<(), Box<dyn Error>> {
         let output = self.backend.download(&self.tensors[layer].output).await?;
         let shape = *self.cache.shape(layer)?;

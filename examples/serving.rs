@@ -1,11 +1,11 @@
-//! A server in small, on wgpu: requests arrive, find their beginning in a prefix cache, decode beside parts of other
+//! A server in small, on wgpu: requests arrive, find their beginning in a prefix cache, decode next to parts of other
 //! prompts, wait on the host where pages run out, and come back.
 //!
 //!     cargo run --release --example serving
 //!
 //! The cache has a budget that it never leaves. A long document is compressed by a policy. All layers of a step take
 //! one pass and one submission. Every output is compared with attention in f64 over the tokens that its sequence holds.
-//! docs/engines.md goes through the calls.
+//! docs/engines.md explains the calls, and shows the lines between the marks.
 
 use std::collections::VecDeque;
 use std::error::Error;
@@ -105,6 +105,7 @@ impl Server {
         let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
         let backend = Wgpu::open(None, experimental).await?;
         let shape = AttentionShape::new(8, 2, 64)?;
+        // --- budget
         // Tokens at 8 bits as they arrive; of documents the first tokens and the newest.
         let recipe: ModelRecipe = "streaming:8,120/int8".parse()?;
         let layers: Vec<_> = (0..LAYERS).map(|layer| (shape, recipe.layer(layer, &shape))).collect();
@@ -114,6 +115,7 @@ impl Server {
         // Parts of prompts lie in f16 until their step is committed: a page each.
         let parts = StoreRoom { pages: SLOTS, spans: SLOTS };
         cache.reserve(&[parts, StoreRoom { pages: PAGES, spans: SLOTS }]).await?;
+        // --- end
         let tensors = |_| LayerTensors::zeroed(backend.device(), &shape, ROWS, ElementType::F32);
         let tensors = (0..LAYERS).map(tensors).collect::<Result<Vec<_>, _>>()?;
         let steps = ModelStep::new(&backend, RowLayout::token_major(ROWS, &shape), tensors.clone())?;
@@ -140,12 +142,14 @@ impl Server {
     async fn turn(&mut self) -> Result<(), Box<dyn Error>> {
         self.admit().await?;
         let mut runs = self.runs()?;
+        // --- room
         while !self.cache.fits(&tokens_of(&runs))? {
             if !self.prefixes.let_go(&mut self.cache)? {
                 self.preempt().await?;
                 runs = self.runs()?;
             }
         }
+        // --- end
         self.step(&runs).await?;
         self.keep_prompts()?;
         for Running { request, slot } in std::mem::take(&mut self.running) {
@@ -177,6 +181,7 @@ impl Server {
             let free = (0..SLOTS).find(|slot| !taken(slot));
             let (Some(slot), Some(Waiting { request, swapped })) = (free, self.waiting.front()) else { break };
             let request = *request;
+            // --- admission
             let admitted = match swapped {
                 Some(swapped) => self.cache.swap_in(slot, swapped).await,
                 None if request.id == DOCUMENT => self.compress(slot, request).await,
@@ -192,6 +197,7 @@ impl Server {
                 Err(KvError::NoRoom { .. }) => break,
                 Err(error) => return Err(error.into()),
             };
+            // --- end
             self.running.push(Running { request, slot });
         }
         Ok(())
@@ -239,12 +245,14 @@ impl Server {
 
     /// A step of all layers: begun on the host, encoded, submitted, committed.
     async fn step(&mut self, runs: &[Run]) -> Result<(), Box<dyn Error>> {
+        // --- step
         self.cache.begin_append(&tokens_of(runs))?;
         if let Err(error) = self.encode(runs) {
             self.cache.abandon(); // no layer is ahead of the others, and the pages are free again
             return Err(error.into());
         }
         self.cache.commit()?;
+        // --- end
         for layer in 0..LAYERS {
             self.check(layer, runs).await?;
         }
@@ -253,6 +261,7 @@ impl Server {
 
     /// All layers in one pass and one submission.
     fn encode(&mut self, runs: &[Run]) -> Result<(), KvError> {
+        // --- layers
         let open = self.cache.open_steps()?;
         let step = self.steps.write(&open)?;
         let mut encoder = self.backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -264,6 +273,7 @@ impl Server {
         }
         drop(pass);
         self.backend.queue().submit([encoder.finish()]);
+        // --- end
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, TableComponent, presets};
 
-/// Prints a line on standard output; what it yields must be looked at.
+/// Prints a line on standard output; its result must be used.
 macro_rules! say {
     ($($text:tt)*) => {
         $crate::print::line(format_args!($($text)*))

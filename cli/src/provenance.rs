@@ -1,4 +1,4 @@
-//! What a report says about the run that it is from.
+//! The facts in a report about its run.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -222,7 +222,7 @@ impl ShapeReport {
         )
     }
 
-    /// The rows of a shape, `plain_seconds` beside them where the step was timed over plain f32 rows too.
+    /// The rows of a shape, with `plain_seconds` where the step was timed over plain f32 rows too.
     pub fn new(decode: &DecodeShape, plain_seconds: Option<f64>, rows: Vec<BenchRow>) -> Self {
         Self {
             shape: decode.name.clone(),
@@ -274,7 +274,7 @@ impl BenchRow {
 }
 
 impl Figures {
-    /// The figures of steps that each read `bytes`, not yet beside the bandwidth of the device.
+    /// The figures of steps that each read `bytes`, not yet compared with the bandwidth of the device.
     pub fn new(times: StepTimes, bytes: u64) -> Self {
         let rate = bytes as f64 / times.seconds;
         Self {

@@ -278,7 +278,7 @@ fn cell(row: &BenchRow) -> String {
     }
 }
 
-/// A number with so many digits behind the point, fewer where it is large.
+/// A number with this many digits behind the point, fewer where it is large.
 fn number(x: f64, digits: usize) -> String {
     let digits = match x {
         1000.0.. => 0,

@@ -1,20 +1,12 @@
-// Slot `key_ranges`: turns an integer dot product into a score.
+// Slot `key_ranges`: turns an integer dot product into a score. By default per-channel ranges are folded into the
+// prepared query: scale and bias are those of the query head.
 //
-// Every choice has
-//   fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32
-//     the score of token `i` of the lane, of its dot product and the constants of the prepared query: (scale, bias, Σ q, 0)
-//
-// gives: load_key_ranges
+// gives: load_key_ranges, ranged_score
 
 // Called once per tile, between its products and its scores. Reads the ranges of the lane's tokens.
 fn load_key_ranges(tile_base: u32, lane: u32) {}
 
-// -------- folded --------
-
-// Per-channel ranges are folded into the prepared query: scale and bias are those of the query head.
-//
-// gives: ranged_score
-
+// The score of token `i` of the lane, of its dot product and the constants of the prepared query: (scale, bias, Σ q, 0).
 fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
     return sum * constants.x + constants.y;
 }

@@ -38,7 +38,7 @@ fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 // set by plans: KeyVector, KEY_VECTOR, KEY_VECTORS, QUERY_PLANES
 
 // import key_bytes = attend/key_bytes.wgsl#top
-// import key_ranges = attend/key_ranges.wgsl#folded
+// import key_ranges = attend/key_ranges.wgsl
 // import query = attend/query.wgsl#prepared
 
 alias KeyVector = vec4<u32>;

@@ -17,7 +17,7 @@ pub enum Growth {
 /// Every call that would leave the budget fails with [`Error::NoRoom`](crate::Error::NoRoom) before anything has
 /// changed. Bytes are those of the stores of all layers: tiles, tile ranges, span ranges and centres, in use or free
 /// ([`CacheMemory::allocated_bytes`](super::CacheMemory::allocated_bytes)). While span ranges grow, the old ones exist
-/// beside the new ones until they are copied.
+/// next to the new ones until they are copied.
 ///
 /// ```
 /// use kvpack::cache::{Budget, Growth, ModelCache, Recipe, StoreRoom, TokenRun};

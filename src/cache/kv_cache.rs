@@ -159,7 +159,8 @@ impl<B: Backend> KvCache<B> {
         self.group.close(change, written)
     }
 
-    /// Appends one token to every sequence: token i of `rows` to sequence i.
+    /// Appends one token to every sequence: token i of `rows` to sequence i. Keys and values are `[sequences, kv_heads,
+    /// head_dim]` in the strides of `rows`.
     ///
     /// # Errors
     /// As [`KvCache::append_to`].
@@ -334,19 +335,20 @@ impl<B: Backend> KvCache<B> {
     /// Attends to all tokens of all sequences, with one query per sequence.
     ///
     /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
-    /// packed spans are calibrated if the recipe says so. The output of a sequence without tokens is 0. A query head that
-    /// holds a NaN or an infinity, or numbers so large that a score is +∞, has NaN in all its outputs; other heads and
-    /// sequences are as they would be without it.
+    /// packed spans are calibrated if the recipe says so. The output of a sequence without tokens is 0. A query head
+    /// that holds a NaN or an infinity, or numbers so large that a score is +∞, has NaN in all its outputs; other heads
+    /// and sequences are as they would be without it.
     ///
     /// # Errors
-    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the
-    /// device.
+    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from
+    /// the device.
     pub async fn attend(&self, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let all: Vec<usize> = (0..self.sequences()).collect();
         self.attend_to(&all, queries, output).await
     }
 
-    /// Attends with one query for each of the given sequences, a subset of the batch in any order.
+    /// Attends with one query for each of the given sequences, a subset of the batch in any order. Queries and output
+    /// are `[sequences, query_heads, head_dim]`.
     ///
     /// # Errors
     /// As [`KvCache::attend`]; [`Error::Sequence`] when there is no such sequence.
@@ -355,8 +357,9 @@ impl<B: Backend> KvCache<B> {
         self.attend_runs(&runs, queries, output).await
     }
 
-    /// Attends with query runs, which are contiguous in `queries`. Decoding sequences may be mixed with chunks of
-    /// prompts. Each query of a causal run sees the tokens up to its own.
+    /// Attends with query runs, which are contiguous in `queries`. Queries and output are `[queries, query_heads,
+    /// head_dim]`, with the queries of all runs. Decoding sequences may be mixed with chunks of prompts. Each query of
+    /// a causal run sees the tokens up to its own.
     ///
     /// # Errors
     /// As [`KvCache::plan`] and [`KvCache::attend`].
@@ -395,8 +398,9 @@ impl<B: Backend> KvCache<B> {
         self.attend_runs(&[QueryRun::causal(sequence, queries_given)], queries, output).await
     }
 
-    /// Attends with query runs and returns the states, to be merged with attention over other tokens: f32 outputs, and
-    /// the log-sum-exps of the scores of the original keys, centred or not.
+    /// Attends with query runs and returns the states, to be merged with attention over other tokens: f32 outputs
+    /// `[queries, query_heads, head_dim]`, and the log-sum-exps `[queries, query_heads]` of the scores of the original
+    /// keys, centred or not.
     ///
     /// # Errors
     /// As [`KvCache::attend_runs`].

@@ -82,7 +82,7 @@ impl Mixture {
         tiers.push(Choice::parse(last)?);
         let packed = tiers.iter().filter(|tier| !tier.is_f16()).count();
         if packed >= MOST_STORES || tiers.len() - packed > 1 {
-            return Err(format!("mix={text}: f16 may come once, beside at most {} other methods", MOST_STORES - 1));
+            return Err(format!("mix={text}: f16 may come once, with at most {} other methods", MOST_STORES - 1));
         }
         // Invalid shares are invalid for any chunks.
         chunk_shares(&[0.0], &shares).map_err(|error| error.to_string())?;
@@ -106,8 +106,8 @@ impl Mixture {
         self.order
     }
 
-    /// The stores of the whole chunks of a context, in the order that the recipe asks for, given the similarities of the
-    /// chunks' embeddings with the query's.
+    /// The stores of the whole chunks of a context, in the order that the recipe asks for, given the similarity of each
+    /// chunk's embedding to the query's, `[chunks]`.
     ///
     /// # Errors
     /// As [`Mixture::stores_of`] and [`ChunkStores::new`].
@@ -122,8 +122,8 @@ impl Mixture {
     }
 
     /// The store of every chunk, given the similarities of the chunks' embeddings with the query's. `cocktail` uses
-    /// [`chunk_search`], `mix=` ranks the chunks ([`chunk_shares`]). With the option `search=none` as many chunks get each
-    /// store, and which they are does not depend on similarities.
+    /// [`chunk_search`], `mix=` ranks the chunks ([`chunk_shares`]). With the option `search=none` as many chunks get
+    /// each store, and which they are does not depend on similarities.
     ///
     /// # Errors
     /// As [`chunk_search`] and [`chunk_shares`].

@@ -8,7 +8,7 @@ use crate::plan::{RowLayout, TokenRange};
 use crate::{Error, Result};
 
 impl<B: Backend> ModelCache<B> {
-    /// Sets the centres of an empty sequence, one for each layer, in order. See
+    /// Sets the centres of an empty sequence, `[kv_heads, head_dim]` for each layer, in order. See
     /// [`KvCache::set_centre`](super::KvCache::set_centre).
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! The result of reading a recipe's text, and suggestions for misspelt names.
 
-/// What text says, or why it cannot be read.
+/// A value read from text, or why the text cannot be read.
 pub(super) type Parsed<T> = Result<T, String>;
 
 /// Similarity (Jaro) above which a name is suggested for another, as in clap.

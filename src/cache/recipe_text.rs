@@ -26,12 +26,12 @@ use crate::{Error, Result};
 ///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
 ///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (by format)
-///         | "centre"                       keys less the mean of the first 64 of their sequence; not with ranges per channel
+///         | "centre"                       keys minus the mean of the first 64 of their sequence; not with ranges per channel
 ///         | "store=" method [":" bits]     one more store, which spans of a prompt may name: the first after the method's own
 ///         | "layers=" layer { "," layer } ":" method [":" bits]    these layers by another method
 ///         | "merge=" ("none" | "averaged" | "pivotal" | "weighted")   what becomes of evicted tokens (as the policy has it)
 ///         | "text=" ("equal" | "raised" | "stays")                    whether text goes before images (as the policy has it)
-///         | "every=" tokens                after so many appended tokens the policy chooses anew from all that is held (never)
+///         | "every=" tokens                after this many appended tokens the policy chooses again from all that is stored (never)
 ///         | "reorder=none"                 the chunks of a mixture stay in the order of the context, each with pages of its own
 ///         | "search=none"                  as many chunks of a mixture get each method, whatever they resemble
 /// ```

@@ -96,8 +96,8 @@ impl<B: Backend> ModelCache<B> {
         }
         if rows == 0 || rows > appended {
             return reject(format!(
-                "{rows} query rows, of the {appended} tokens that came since the sequence was compressed; bring at least one row \
-                 and at most so many"
+                "{rows} query rows of the {appended} tokens that were appended since the sequence was compressed; bring at \
+                 least one row, and no more rows than tokens"
             ));
         }
         Ok(rows)
@@ -235,7 +235,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     ///     cache.store(0, RowLayout::token_major(1, &shape), &row, &row).await?;
     ///     cache.commit()?;
     ///     if cache.compression_due(0, every)? {
-    ///         let rows = policy.rows_again(cache.appended(0)?); // the engine kept so many queries
+    ///         let rows = policy.rows_again(cache.appended(0)?); // the engine kept this many queries
     ///         let queries = CpuTensor::F32((0..rows * 4 * 64).map(|i| (i as f32 * 0.7).cos()).collect());
     ///         let layout = RowLayout::token_major(rows, &AttentionShape::new(4, 4, 64)?);
     ///         let queries = TensorRows { tensor: &queries, layout };
@@ -256,7 +256,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
     /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something
     /// decodes to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when the kept tokens do not fit
-    /// beside the present ones. The cache is as it was.
+    /// in addition to the present ones. The cache is as it was.
     pub async fn compress_again(
         &mut self,
         sequence: usize,

@@ -294,7 +294,7 @@ impl<I: TokenIndices> Sequence<I> {
         self.length += 1;
     }
 
-    /// Takes back a token that was put into the last page beside others.
+    /// Takes back a token that was put into the last page with others.
     pub(super) fn pop_token(&mut self) {
         if let Some(last) = self.spans.last_mut() {
             last.tokens -= 1;

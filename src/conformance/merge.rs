@@ -74,7 +74,7 @@ pub fn merge_cases() -> Vec<MergeCase> {
 }
 
 impl MergeCase {
-    /// Outputs and log-sum-exps of all parts, and of a row more.
+    /// Outputs and log-sum-exps of all parts, and of one more row.
     fn states(&self) -> (Vec<f32>, Vec<f32>) {
         let mut random = Random::new(self.seed);
         let (heads, head_dim) = (self.rows * self.shape.query_heads(), self.shape.head_dim());

@@ -179,7 +179,7 @@ impl fmt::Display for Failure {
             Self::Guard { store, tensor, elements } => {
                 write!(
                     f,
-                    "{elements} {tensor} beside the pages of store {store}, which nothing should write, have changed"
+                    "{elements} {tensor} outside the pages of store {store} have changed; nothing should write them"
                 )
             }
             Self::Misrounded { elements, index, got, want } => write!(

@@ -43,7 +43,7 @@ impl States {
         let (query_heads, head_dim) = (shape.query_heads(), shape.head_dim());
         let (given, expected) = (outputs.len(), lse.len().saturating_mul(head_dim));
         if given != expected || !lse.len().is_multiple_of(query_heads) {
-            let shape = format!("[rows, {query_heads}, {head_dim}] beside {} log-sum-exps", lse.len());
+            let shape = format!("[rows, {query_heads}, {head_dim}] with {} log-sum-exps", lse.len());
             return Err(Error::Elements { what: "outputs of states", given, expected, shape });
         }
         Ok(Self { query_heads, head_dim, outputs, lse })

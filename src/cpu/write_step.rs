@@ -10,7 +10,7 @@ use crate::format::KeyOrValue;
 use crate::plan::{Elements, KeyMean, TableSection, TokenWrite, WindowMove, WriteEntry, WriteTable};
 use crate::{Error, Result};
 
-/// Writes to the stores of the table's layout what the table says: copies, then centres and tokens of `input`, then
+/// Does to the stores of the table's layout what the table lists: copies, then centres and tokens of `input`, then
 /// windows. An element that is NaN, infinite or beyond [`largest_element`](crate::plan::WriteLayout::largest_element)
 /// is stored as zero, and its token is flagged. `input` may be left out where the step reads no tokens.
 ///

@@ -27,7 +27,7 @@ impl Origin {
         Self { plan: PLANS.fetch_add(1, Ordering::Relaxed), tokens: 0 }
     }
 
-    /// How many tokens more another plan has in every run, if it is this one with more tokens or is like it.
+    /// How many further tokens another plan has in every run; `None` unless it equals this one or grew from it.
     #[cfg(feature = "wgpu")]
     pub(super) fn tokens_until(self, other: Self) -> Option<u64> {
         other.tokens.checked_sub(self.tokens).filter(|_| self.plan == other.plan)

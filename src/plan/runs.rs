@@ -7,7 +7,7 @@ use crate::format::AttentionShape;
 use crate::{Error, Result};
 
 /// Consecutive queries of one sequence. The runs of a plan lie one after the other in the tensor of queries, so that
-/// batches may be ragged: one query for a sequence that decodes beside a chunk of another's prompt.
+/// batches may be ragged: one query for a sequence that decodes, next to a chunk of another's prompt.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct QueryRun {
     /// The sequence.
@@ -53,7 +53,7 @@ pub struct PlannedRun {
 }
 
 impl PlannedRun {
-    /// The same run once its sequence has a token more.
+    /// The same run once its sequence has one more token.
     pub(super) fn move_on(&mut self) {
         self.run.end = self.run.end.map(|end| end + 1);
         self.stand = Stand { end: self.stand.end + 1, length: self.stand.length + 1, ..self.stand };
@@ -120,7 +120,7 @@ impl PlannedRun {
             Some(RowLimits { from, to, .. }) => {
                 let sequence = self.run.sequence;
                 let what = format!(
-                    "queries that see positions {from} to {to} beside a span of sequence {sequence} that was gathered \
+                    "queries that see positions {from} to {to}, with a span of sequence {sequence} that was gathered \
                      from positions {start} to {end}"
                 );
                 let hint = "which of its tokens a query sees is known only where it is all or none; let the queries see \

@@ -52,7 +52,7 @@ impl Scoring {
         Ok(Self { soft_cap: Some(cap), ..self })
     }
 
-    /// The same with one sink logit for every query head; −∞ is a head without a sink.
+    /// The same with one sink logit for every query head, `[query_heads]`; −∞ is a head without a sink.
     ///
     /// # Errors
     /// [`Error::Plan`] when a logit is NaN or +∞. A plan checks that there are as many as query heads.
@@ -118,7 +118,7 @@ impl Scoring {
         let what = match (self.soft_cap, &self.sinks) {
             (None, None) => return Ok(()),
             (Some(_), _) => "a soft cap on the scores of centred keys",
-            (None, Some(_)) => "sinks beside the scores of centred keys",
+            (None, Some(_)) => "sinks with the scores of centred keys",
         };
         let hint =
             "centred keys have scores without the offset of their centre; store the keys of such a layer as they are";

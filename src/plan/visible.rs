@@ -28,7 +28,8 @@ pub enum Visible {
         /// Intervals of positions, ascending and disjoint.
         spans: Arc<[Range<usize>]>,
     },
-    /// A query sees all positions before the newest ones, and of these what the mask says: tokens of a draft tree.
+    /// A query sees all positions before the newest ones, and of the newest ones those of a mask: tokens of a draft
+    /// tree.
     Tree(TreeMask),
 }
 
@@ -300,10 +301,10 @@ impl Stand {
 pub(super) struct Advance {
     /// The query and as many after it as go on alike.
     pub queries: usize,
-    /// Whether each sees a position more at the end than the one before it.
+    /// Whether each sees one more position at the end than the one before it.
     pub moves: bool,
-    /// Where the window of the first begins, before position 0 for the first queries of a sequence. That of each further
-    /// one begins a position later.
+    /// Where the window of the first begins, before position 0 for the first queries of a sequence. That of each
+    /// further one begins a position later.
     pub window: Option<i64>,
 }
 
@@ -423,7 +424,7 @@ mod tests {
     }
 
     proptest! {
-        /// Limits and bits say what the definition says, for every query, position and span.
+        /// Limits and bits agree with the definition, for every query, position and span.
         #[test]
         fn limits_are_the_definition(
             (queries, end, visible) in (1usize..20, 0usize..100).prop_flat_map(|(queries, more)| {

@@ -34,7 +34,7 @@ impl Embeddings {
         Ok(Self { tensors: file.names().into_iter().map(named).collect::<Result<_, _>>()? })
     }
 
-    /// The elements of a tensor with so many axes.
+    /// The elements of a tensor with this many axes.
     ///
     /// # Errors
     /// [`RankingError::Tensor`].

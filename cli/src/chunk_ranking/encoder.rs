@@ -10,10 +10,10 @@ use super::encoder_files::{EncoderConfig, EncoderWeights, read_weights};
 use super::word_pieces::WordPieces;
 use crate::model::{Linear, softmax};
 
-/// Word pieces of a text that are read; MiniLM was trained with so many.
+/// Word pieces of a text that are read; MiniLM was trained with this many.
 const MOST_PIECES: usize = 256;
 
-/// A text encoder: the mean of what its last layer says of the pieces of a text.
+/// A text encoder: the mean of its last layer over the pieces of a text.
 pub struct Encoder {
     pieces: WordPieces,
     longest: usize,
@@ -75,7 +75,7 @@ impl Encoder {
     /// The embedding of a text, of which the first 256 pieces are read. Its length means nothing.
     ///
     /// # Errors
-    /// What candle says.
+    /// Those of candle.
     pub fn embed(&self, text: &str) -> Result<Vec<f32>> {
         let pieces = self.pieces.encode(text, self.longest)?;
         let positions = self.positions.narrow(0, 0, pieces.len())?;

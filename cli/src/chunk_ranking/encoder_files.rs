@@ -11,7 +11,7 @@ use super::embeddings::{parse, read_file, tensor};
 use super::word_pieces::WordPieces;
 use crate::model::Linear;
 
-/// What `config.json` says, by the names of its keys.
+/// The fields of `config.json` that are read, by their names there.
 #[derive(Deserialize)]
 pub struct EncoderConfig {
     model_type: String,

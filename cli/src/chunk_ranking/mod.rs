@@ -121,7 +121,7 @@ impl Ranking {
     /// `{prefix}chunks`.
     ///
     /// # Errors
-    /// What candle says.
+    /// Those of candle.
     pub fn chunks(&self, prefix: &str, texts: Vec<String>) -> Result<RankedChunks<'_>> {
         Ok(match self {
             Self::Bm25 => RankedChunks::Bm25(texts),

@@ -13,7 +13,7 @@ pub enum DumpError {
     /// The file is no whole safetensors file.
     #[error(
         "the dump is not a whole safetensors file: {reason}. If it was copied or downloaded, do so again; otherwise write \
-         it anew with a safetensors library"
+         it again with a safetensors library"
     )]
     NotSafetensors {
         /// The parser's reason.
@@ -93,7 +93,7 @@ pub enum DumpError {
     Heads {
         /// The layer.
         layer: u32,
-        /// What kvpack says.
+        /// The library's reason.
         reason: kvpack::Error,
     },
 }

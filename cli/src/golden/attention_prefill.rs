@@ -128,7 +128,10 @@ impl Batch {
     fn of_file(file: &GoldenFile) -> Result<Self> {
         let [query_rows, query_heads, head_dim] = file.input("q")?.axes()?;
         let [all_tokens, kv_heads, key_channels] = file.input("k")?.axes()?;
-        ensure!(key_channels == head_dim, "keys of {key_channels} channels beside queries of {head_dim}");
+        ensure!(
+            key_channels == head_dim,
+            "keys have {key_channels} channels and queries {head_dim}; both must have the same"
+        );
         let shape = AttentionShape::new(query_heads, kv_heads, head_dim)?;
         check_size(query_heads, all_tokens, head_dim)?;
         let products = [query_rows, query_heads, all_tokens, head_dim].into_iter().fold(1, usize::saturating_mul);

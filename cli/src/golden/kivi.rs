@@ -70,7 +70,7 @@ fn stepwise(file: &GoldenFile, which: KeyOrValue, is_f16: bool) -> Result<Output
     Ok(parts.outputs())
 }
 
-/// The same through the kernel and its f16 ranges beside each tile.
+/// The same through the kernel and its f16 ranges next to each tile.
 fn quantized(file: &GoldenFile, which: KeyOrValue) -> Result<Outputs> {
     let [_, _, tokens, channels] = file.input("x")?.axes()?;
     let (bits, group) = (bits(file)?, file.number("group")? as usize);

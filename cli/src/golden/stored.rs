@@ -32,12 +32,12 @@ pub struct Packed {
     pub decoded: Vec<f32>,
     format: TensorFormat,
     head_dim: usize,
-    /// The words beside each tile.
+    /// The words of ranges next to each tile.
     ranges: Vec<Vec<u32>>,
 }
 
 impl Packed {
-    /// Packs rows `[tokens, head_dim]` of one head in a format that has ranges beside the tiles.
+    /// Packs rows `[tokens, head_dim]` of one head in a format that has ranges next to the tiles.
     pub fn new(format: TensorFormat, which: KeyOrValue, head_dim: usize, rows: &[f32]) -> Result<Self> {
         let shape = AttentionShape::new(1, 1, head_dim)?;
         let tokens = rows.len() / head_dim;

@@ -24,7 +24,7 @@ pub trait Attention {
     /// The output is `[tokens, query_heads · head_dim]`.
     ///
     /// # Errors
-    /// What the device or the cache says.
+    /// Those of the device or the cache.
     fn attend(&mut self, chunk: &Chunk) -> Result<Tensor>;
 }
 

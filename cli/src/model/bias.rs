@@ -7,8 +7,8 @@ use kvpack::cache::ModelRecipe;
 
 use super::{Attention, Chunk, Config};
 
-/// From here on keys are said to have a bias. Ranges and norms of single tokens are then four times as large as what
-/// tells tokens apart, which costs two bits. SmolLM2-135M reaches 4, and layer 0 of Qwen2.5-Coder-1.5B 4,600.
+/// From here on keys are said to have a bias. Ranges and norms of single tokens are then four times as large as the
+/// differences between tokens, which costs two bits. SmolLM2-135M reaches 4, and layer 0 of Qwen2.5-Coder-1.5B 4,600.
 pub const LARGEST_BIAS: f64 = 16.0;
 
 /// Attention that sums up the keys that it is given.
@@ -99,7 +99,7 @@ impl KeyBias {
         let worst = layers.iter().copied().max_by(|&a, &b| self.of_layer(a).total_cmp(&self.of_layer(b)))?;
         let centred = format!("{recipe}+centre");
         let advice = match centred.parse::<ModelRecipe>() {
-            Ok(_) => format!("take --recipe {centred}, which stores keys less their mean"),
+            Ok(_) => format!("take --recipe {centred}, which subtracts their mean from the keys"),
             Err(_) => "take a recipe with +centre, or one with ranges per channel".into(),
         };
         Some(format!(

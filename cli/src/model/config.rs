@@ -1,4 +1,4 @@
-//! What a GGUF file says of its model.
+//! The configuration of a model in a GGUF file.
 
 use std::collections::HashMap;
 

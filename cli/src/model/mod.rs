@@ -2,7 +2,7 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `config` | what a GGUF file says of the model |
+//! | `config` | the configuration in a GGUF file |
 //! | `header` | what is checked of the file before candle reads it |
 //! | `weights` | its tensors, dequantised |
 //! | `tokenizer` | its tokenizer |

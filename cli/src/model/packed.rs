@@ -73,7 +73,7 @@ impl<B: Backend + Clone> PackedAttention<B> {
     /// query heads of a KV head.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn column_sums(&self, prompt: &DensePrompt, rows: &QueryPositions) -> Result<Vec<Vec<f32>>> {
         (0..self.cache.layers()).map(|layer| block_on(self.column_sums_of(layer, prompt, rows))).collect()
     }
@@ -105,7 +105,7 @@ impl<B: Backend + Clone> PackedAttention<B> {
     /// Stores a prompt that was read, all of it packed as one span.
     ///
     /// # Errors
-    /// What the device or the cache says.
+    /// Those of the device or the cache.
     pub fn store(&mut self, prompt: &DensePrompt) -> Result<()> {
         let all = PromptSpan::packed(TokenRange::new(0, prompt.tokens())?);
         block_on(self.store_spans(prompt, &[all]))
@@ -114,7 +114,7 @@ impl<B: Backend + Clone> PackedAttention<B> {
     /// Stores a prompt that was read, its context in chunks.
     ///
     /// # Errors
-    /// What the device or the cache says.
+    /// Those of the device or the cache.
     pub fn store_chunks(&mut self, prompt: &DensePrompt, chunks: &ChunkStores) -> Result<()> {
         let kv_heads = self.cache.shape(0)?.kv_heads();
         let spans = block_on(chunks.upload(self.cache.backend(), kv_heads, prompt.tokens()))?;

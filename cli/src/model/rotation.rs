@@ -43,7 +43,7 @@ impl Inputs {
     /// The same in memory of its own, which [`Inputs::set`] writes.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn copied(&self) -> candle_core::Result<Self> {
         let rotation = |of: &Rotation| -> candle_core::Result<Rotation> {
             Ok(Rotation { cos: of.cos.copy()?, sin: of.sin.copy()? })
@@ -56,7 +56,7 @@ impl Inputs {
     /// Takes the elements of others of the same shapes.
     ///
     /// # Errors
-    /// When the shapes differ, and what the device says.
+    /// When the shapes differ, and those of the device.
     pub fn set(&self, others: &Self) -> candle_core::Result<()> {
         self.tensors().zip(others.tensors()).try_for_each(|(to, from)| to.slice_set(&from.contiguous()?, 0, 0))
     }

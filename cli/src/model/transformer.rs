@@ -69,7 +69,7 @@ impl Model {
     /// A model of random weights, for measurements. It knows `vocabulary` tokens and no text.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn random(config: Config, vocabulary: usize, device: &Device, dtype: DType) -> Result<Self> {
         let mut tensors = RandomTensors { device: device.clone(), dtype };
         Self::of(config, Tokenizer::without_text(vocabulary), &mut tensors)
@@ -103,7 +103,7 @@ impl Model {
     /// The same with operations of its device. Weights of norms get the type of the others.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn with_fused(mut self, fused: Box<dyn Fused>) -> Result<Self> {
         let dtype = self.embedding.dtype();
         self.output_norm = self.output_norm.to_dtype(dtype)?;
@@ -119,7 +119,7 @@ impl Model {
     /// The same on another device and in another type of weights; those of norms stay in f32.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn moved(mut self, device: &Device, dtype: DType) -> Result<Self> {
         self.embedding = self.embedding.to_device(device)?.to_dtype(dtype)?;
         self.output_norm = self.output_norm.to_device(device)?;
@@ -133,7 +133,7 @@ impl Model {
     /// stay as they are.
     ///
     /// # Errors
-    /// What `make` says.
+    /// Those of `make`.
     pub fn with_products(mut self, make: &mut dyn FnMut(&Linear) -> Result<Box<dyn Product>>) -> Result<Self> {
         for linear in self.layers.iter_mut().flat_map(Layer::products) {
             linear.set_product(make(linear)?);
@@ -145,7 +145,7 @@ impl Model {
     /// Weights with codes, and heads with norms of their own, stay apart. The parts give up their weights.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn joined(mut self) -> Result<Self> {
         self.layers.iter_mut().try_for_each(Layer::join)?;
         Ok(self)
@@ -161,7 +161,7 @@ impl Model {
         self.embedding.dtype()
     }
 
-    /// Checks that so many tokens fit the context.
+    /// Checks that this many tokens fit the context.
     ///
     /// # Errors
     /// [`ModelError::Context`].
@@ -175,7 +175,7 @@ impl Model {
     /// The output is the residual stream `[tokens, width]`, for [`Model::logits`].
     ///
     /// # Errors
-    /// [`ModelError::Context`] beyond the context, and what attention says.
+    /// [`ModelError::Context`] beyond the context, and those of the attention.
     pub fn forward(&self, tokens: &[u32], position: usize, attention: &mut dyn Attention) -> Result<Tensor> {
         self.forward_at(tokens, &(position..position + tokens.len()).collect::<Vec<_>>(), attention)
     }
@@ -183,7 +183,7 @@ impl Model {
     /// The same for tokens at any positions, of any sequences: `attention` knows whose they are.
     ///
     /// # Errors
-    /// [`ModelError::Context`] beyond the context, and what attention says.
+    /// [`ModelError::Context`] beyond the context, and those of the attention.
     pub fn forward_at(&self, tokens: &[u32], positions: &[usize], attention: &mut dyn Attention) -> Result<Tensor> {
         self.through_layers(&self.inputs(tokens, positions)?, attention)
     }
@@ -191,7 +191,7 @@ impl Model {
     /// What the layers take of these tokens.
     ///
     /// # Errors
-    /// [`ModelError::Context`] beyond the context, and what the device says.
+    /// [`ModelError::Context`] beyond the context, and those of the device.
     pub fn inputs(&self, tokens: &[u32], positions: &[usize]) -> Result<Inputs> {
         self.inputs_of(&Tensor::new(tokens, self.embedding.device())?, positions)
     }

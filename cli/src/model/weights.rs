@@ -37,7 +37,7 @@ pub trait Product: Send + Sync {
     /// `x · weightᵀ`: `[rows, inputs]` to `[rows, outputs]`, in the type of `x`.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     fn product(&self, x: &Tensor) -> candle_core::Result<Tensor>;
 }
 
@@ -184,7 +184,7 @@ impl Linear {
     /// nothing is changed, unless all are dense, without codes, and all or none have a bias.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn joined(parts: &mut [&mut Self]) -> candle_core::Result<Option<Self>> {
         let dense = |part: &&mut Self| match &part.weight {
             Weight::Dense { weight, codes: None } => Some(weight.clone()),
@@ -221,7 +221,7 @@ impl Linear {
     /// Sets a weight in codes of the same shape.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn set_codes(&mut self, codes: QuantizedLinear) -> candle_core::Result<()> {
         let shape = (codes.shape().outputs(), codes.shape().inputs());
         let weight = Tensor::from_vec(codes.dequantize::<f32>(), shape, &Device::Cpu)?;

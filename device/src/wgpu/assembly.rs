@@ -15,6 +15,8 @@ pub(super) struct Part {
     pub path: String,
     /// Whether it precedes the sections of a file: of a slot it holds the default bodies.
     has_defaults: bool,
+    /// The path of the part that imported it.
+    by: String,
     pub text: String,
 }
 
@@ -35,10 +37,10 @@ pub(super) fn assemble(
         seen: BTreeSet::new(),
         parts: Vec::new(),
     };
-    assembly.import(file)?;
+    assembly.import(file, "")?;
     match assembly.unused.first() {
         Some(slot) => Err(format!("no slot {slot}")),
-        None => Ok(by_file(with_defaults(assembly.parts))),
+        None => Ok(by_file(where_opened(with_defaults(assembly.parts)))),
     }
 }
 
@@ -52,40 +54,40 @@ struct Assembly<'a> {
 
 impl Assembly<'_> {
     /// Adds a file or a section with the default bodies of its slot, unless it was added before. What it imports follows,
-    /// so that a kernel is read from above.
-    fn import(&mut self, path: &str) -> Result<(), String> {
+    /// so that a kernel is read from above. `by` is the path of what imports it.
+    fn import(&mut self, path: &str, by: &str) -> Result<(), String> {
         if !self.seen.insert(path.to_owned()) {
             return Ok(());
         }
         let source = self.sources.text(path).ok_or_else(|| format!("no shader file {path}"))?;
         let (imports, text): (Vec<&str>, Vec<&str>) = source.lines().partition(|line| line.starts_with(IMPORT));
         // A blank line is above imports and another below.
-        self.push(path, text.join("\n").replace("\n\n\n", "\n\n"));
-        self.import_defaults(path)?;
+        self.push(path, by, text.join("\n").replace("\n\n\n", "\n\n"));
+        self.import_defaults(path, by)?;
         for import in imports.iter().filter_map(|line| line.strip_prefix(IMPORT)) {
             match import.split_once(" = ") {
                 Some((slot, default)) => {
                     self.unused.remove(slot);
-                    self.import(self.choices.get(slot).copied().unwrap_or(default))?;
-                    self.import_defaults(default)?;
+                    self.import(self.choices.get(slot).copied().unwrap_or(default), path)?;
+                    self.import_defaults(default, path)?;
                 }
-                None => self.import(import)?,
+                None => self.import(import, path)?,
             }
         }
         Ok(())
     }
 
-    fn import_defaults(&mut self, section: &str) -> Result<(), String> {
+    fn import_defaults(&mut self, section: &str, by: &str) -> Result<(), String> {
         match section.split_once('#') {
-            Some((slot, _)) => self.import(slot),
+            Some((slot, _)) => self.import(slot, by),
             None => Ok(()),
         }
     }
 
-    fn push(&mut self, path: &str, text: String) {
+    fn push(&mut self, path: &str, by: &str, text: String) {
         if !text.trim().is_empty() {
-            let (path, has_defaults) = (path.to_owned(), self.sources.has_sections(path));
-            self.parts.push(Part { path, has_defaults, text: text.trim_matches('\n').to_owned() + "\n" });
+            let (path, by, has_defaults) = (path.to_owned(), by.to_owned(), self.sources.has_sections(path));
+            self.parts.push(Part { path, has_defaults, by, text: text.trim_matches('\n').to_owned() + "\n" });
         }
     }
 }
@@ -117,6 +119,24 @@ fn with_defaults(parts: Vec<Part>) -> Vec<Part> {
         }
     }
     found
+}
+
+/// Moves default bodies of a slot, no choice of which was taken, to the end of the part that opens it: there they are
+/// called.
+fn where_opened(parts: Vec<Part>) -> Vec<Part> {
+    let is_alone = |part: &Part| part.has_defaults && !parts.iter().any(|other| is_section_of(other, &part.path));
+    let (moved, mut kept): (Vec<Part>, Vec<Part>) = parts.iter().cloned().partition(is_alone);
+    for part in moved {
+        match kept.iter_mut().find(|other| other.path == part.by) {
+            Some(opens) => opens.text += &format!("\n// Of {}, by default:\n\n{}", part.path, part.text),
+            None => kept.push(part),
+        }
+    }
+    kept
+}
+
+fn is_section_of(part: &Part, file: &str) -> bool {
+    part.path.split_once('#').is_some_and(|(of, _)| of == file)
 }
 
 /// Joins the parts of each file where its first one stands.
@@ -180,7 +200,7 @@ mod tests {
     use super::*;
 
     fn part(path: &str, text: &str) -> Part {
-        Part { path: path.into(), has_defaults: !path.contains('#'), text: text.into() }
+        Part { path: path.into(), has_defaults: !path.contains('#'), by: String::new(), text: text.into() }
     }
 
     #[test]
@@ -188,6 +208,20 @@ mod tests {
         let text = "// header\n\n// Does.\n// More.\nfn a(x: u32) -> u32 {\n    return x;\n}\n\nfn b() {}\n\nconst C: u32 = 1u;\n";
         let found = functions(text);
         assert_eq!(found, [("a", "// Does.\n// More.\nfn a(x: u32) -> u32 {\n    return x;\n}"), ("b", "fn b() {}")]);
+    }
+
+    #[test]
+    fn defaults_stand_where_their_slot_is_opened() {
+        let of = |path: &str, by: &str, text: &str| Part { by: by.into(), ..part(path, text) };
+        let parts = vec![
+            of("x/y.wgsl#one", "", "fn one() {}\n"),
+            of("x/alone.wgsl", "x/y.wgsl#one", "fn alone() {}\n"),
+            of("x/chosen.wgsl#way", "x/y.wgsl#one", "fn way() {}\n"),
+            of("x/chosen.wgsl", "x/y.wgsl#one", "fn other() {}\n"),
+        ];
+        let found = where_opened(parts.clone());
+        assert_eq!(found[0].text, "fn one() {}\n\n// Of x/alone.wgsl, by default:\n\nfn alone() {}\n");
+        assert_eq!(found[1..], parts[2..]);
     }
 
     #[test]

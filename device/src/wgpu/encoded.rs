@@ -1,4 +1,5 @@
-//! Steps that an engine has encoded and not submitted. Until it submits them, pages do not hold what a cache says.
+//! Steps that an engine has encoded and not submitted. Until it submits them, pages lack the tokens that
+//! a cache counts.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -107,7 +108,8 @@ impl Drop for EncodedStep {
 #[derive(Clone, Debug, Default)]
 pub struct Encoders(Arc<Mutex<Vec<Encoder>>>);
 
-/// The number of steps that somebody encoded, as long as there may be any: their commands may outlive what encoded them.
+/// The number of steps that somebody encoded, as long as there may be any: their commands may outlive what encoded
+/// them.
 #[derive(Clone, Debug)]
 struct Encoder {
     count: Weak<AtomicUsize>,

@@ -7,7 +7,7 @@
 //! - `// import slot = folder/slot.wgsl#choice` is replaced by the choice that the variant puts into the slot
 //!   ([`Variant::import`]), or by the named one. A slot is a file. It states what every choice provides and holds
 //!   default bodies; the choices are its sections. A default body is used when a choice leaves the function out and some
-//!   code calls it;
+//!   code calls it. Without a choice the default bodies stand at the end of the part that opens the slot;
 //! - `const NAME: u32 = 4u;` gets the value of the variant ([`Variant::constant`]), as does `alias Name = type;`
 //!   ([`Variant::alias`]);
 //! - `var<storage, read> name` becomes `read_write` if the variant requests it ([`Variant::writable`]);

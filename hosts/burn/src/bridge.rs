@@ -193,7 +193,7 @@ fn run(device: &Device, backend: &Wgpu, case: &Case) -> Result<bool> {
     let stored = last.map_or(Ok(f64::NAN), |last| hosted.stored_error(&last))?;
     let passed = exact <= case.exact && stored <= case.stored;
     println!(
-        "{} of {:?}: NMSE {exact:.1e} against burn's attention (at most {:.0e}), {stored:.1e} over what is held (at most {:.0e}): {}; \
+        "{} of {:?}: NMSE {exact:.1e} against burn's attention (at most {:.0e}), {stored:.1e} over the stored data (at most {:.0e}): {}; \
          kvpack submits {LAYERS} times a step and never waits; cubecl submits as often, and waited {cubecl_waits} \
          times in {STEPS} steps",
         case.recipe,

@@ -109,7 +109,7 @@ impl Decoder {
     }
 
     /// The token with the largest logit behind every row of the stream. The device chooses it.
-    #[cfg(feature = "gguf")]
+    #[cfg(feature = "studies")]
     pub fn largest(&self, stream: Tensor<2>) -> Result<Vec<u32>> {
         let logits = self.output.forward(&self.norm(stream, &self.output_norm));
         Ok(logits.argmax(1).into_data().iter::<i64>().map(|token| token as u32).collect())

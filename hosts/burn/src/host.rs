@@ -1,6 +1,6 @@
 //! A decoder on burn as a model of the scheduler.
 
-#[cfg(feature = "gguf")]
+#[cfg(feature = "studies")]
 mod timed;
 
 use std::error::Error;

@@ -5,6 +5,23 @@ use burn::tensor::{Device, Distribution, Tensor};
 use kvpack_serving::decoder::Config;
 
 use crate::Result;
+use crate::host::Host;
+use crate::steps::{FIRST, StepTime, Times};
+
+/// Times steps with this attention, over random contexts.
+pub fn decode(device: &Device, host: &Host, (batch, tokens): (usize, usize), steps: usize) -> Result<StepTime> {
+    let mut own = OwnAttention::new(device, host.config(), batch, (tokens, FIRST + steps));
+    let mut times = Times::new(batch);
+    for _ in 0..FIRST + steps {
+        times.begin();
+        let positions = vec![own.length(); batch];
+        let stream = host.decoder().forward(times.tokens(), &positions, &mut |layer, rows| own.attend(layer, rows))?;
+        own.step();
+        times.submitted();
+        times.end(host.decoder().largest(stream)?);
+    }
+    Ok(times.middle())
+}
 
 /// Keys and values of sequences that are equally long, in tensors with room for more.
 pub struct OwnAttention {

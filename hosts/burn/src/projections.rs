@@ -1,4 +1,4 @@
-//! What stands for a model: projections in burn, with burn's own attention beside kvpack's.
+//! What stands for a model: projections in burn, with burn's own attention next to kvpack's.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Device, Distribution, Tensor};

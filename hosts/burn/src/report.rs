@@ -1,4 +1,4 @@
-//! What the study prints and writes.
+//! What studies print and write.
 
 use std::fs;
 use std::path::Path;
@@ -28,17 +28,22 @@ fn run() -> Run {
     Run { command: format!("burn-host {arguments}"), ..of_command }
 }
 
-/// What the study says before its table.
-pub fn heading(backend: &Wgpu, model: &str) {
+/// What a study says before its table.
+pub fn heading(backend: &Wgpu, study: &str, model: &str) {
     let Run { commit, date, command, .. } = run();
-    println!("\ndecode: {model}; {}; commit {}; {date}", backend.name(), commit.unwrap_or("unknown".into()));
+    println!("\n{study}: {model}; {}; commit {}; {date}", backend.name(), commit.unwrap_or("unknown".into()));
     println!("{command}\n");
 }
 
 /// Writes the rows to a file, if there is one.
-pub fn write<T: Serialize>(path: Option<&Path>, backend: &Wgpu, model: &str, rows: &[T]) -> Result<()> {
+pub fn write<T: Serialize>(
+    path: Option<&Path>,
+    backend: &Wgpu,
+    (study, model): (&str, &str),
+    rows: &[T],
+) -> Result<()> {
     let Some(path) = path else { return Ok(()) };
-    let report = Report { study: "decode", run: run(), device: backend.name(), model, rows };
+    let report = Report { study, run: run(), device: backend.name(), model, rows };
     let text = serde_json::to_string_pretty(&report)?;
     fs::write(path, text).map_err(|error| format!("cannot write {}: {error}", path.display()).into())
 }

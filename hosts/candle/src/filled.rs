@@ -5,9 +5,9 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use kvpack::backend::Backend;
-use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, ModelRecipe, PromptSpan, StoreRoom, TokenRun};
+use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, ModelRecipe, PromptSpan};
 use kvpack::plan::{RowLayout, TokenRange};
-use kvpack_serving::{Batch, BatchRun};
+use kvpack_serving::{Batch, Contexts};
 use pollster::block_on;
 use serde::{Deserialize, Serialize};
 
@@ -39,17 +39,6 @@ impl StepTime {
     }
 }
 
-/// Contexts of a number of sequences.
-#[derive(Clone, Copy, Debug)]
-pub struct Contexts {
-    /// Sequences.
-    pub sequences: usize,
-    /// Tokens of each.
-    pub tokens: usize,
-    /// Tokens that will be decoded behind them.
-    pub more: usize,
-}
-
 /// A cache that holds contexts of random keys and values. `chunks` says how a context is stored in parts.
 ///
 /// # Errors
@@ -76,29 +65,8 @@ pub fn filled<R: Rig>(
         Some(chunks) => chunks.prompt(),
         None => vec![PromptSpan::packed(TokenRange::new(0, of.tokens)?)],
     };
-    let all = |room: &StoreRoom| StoreRoom { pages: room.pages * of.sequences, spans: room.spans * of.sequences };
-    let rooms: Vec<StoreRoom> = cache.room_for_prefill(0, &spans)?.iter().map(all).collect();
-    block_on(cache.reserve(&rooms))?;
-    for sequence in 0..of.sequences {
-        block_on(cache.reserve_for_prefill(&spans))?;
-        cache.begin_prefill(sequence, of.tokens, &spans)?;
-        for layer in 0..cache.layers() {
-            block_on(cache.store_prompt(layer, rows, &keys, &values, &spans))?;
-        }
-        cache.commit()?;
-    }
-    let later: Vec<TokenRun> = (0..of.sequences).map(|sequence| TokenRun::chunk(sequence, of.more)).collect();
-    block_on(cache.reserve_for_append(&later))?;
+    of.store(&mut cache, (rows, &keys, &values), &spans)?;
     Ok(cache)
-}
-
-/// A token of every sequence of a cache. Which ones, the device knows.
-fn batch<B: Backend>(cache: &ModelCache<B>) -> Result<Batch> {
-    let of = |sequence| -> Result<BatchRun> {
-        let (run, start) = (TokenRun::decode(sequence), cache.length(sequence)?);
-        Ok(BatchRun { request: sequence, run, start, tokens: vec![0], answers: true })
-    };
-    Ok(Batch::new((0..cache.sequences()).map(of).collect::<Result<_>>()?))
 }
 
 /// A step of decoding: the logits of every sequence.
@@ -120,7 +88,7 @@ fn logits_behind<B: Backend, S: Steps<B>>(
     cache: &mut ModelCache<B>,
     tokens: &Tensor,
 ) -> Result<Tensor> {
-    let batch = batch(cache)?;
+    let batch = Batch::decoding(cache, &vec![0; cache.sequences()])?;
     block_on(cache.reserve_for_append(&batch.token_runs()))?;
     cache.begin_append(&batch.token_runs())?;
     let inputs = host.model().inputs_of(tokens, &batch.positions())?;
@@ -212,7 +180,7 @@ pub fn decode<R: Rig>(
             devices.extend(device);
         }
     }
-    let batch = batch(cache)?;
+    let batch = Batch::decoding(cache, &vec![0; cache.sequences()])?;
     block_on(cache.reserve_for_append(&batch.token_runs()))?;
     cache.begin_append(&batch.token_runs())?;
     let attention = host.steps().attention_ms(cache);

@@ -42,7 +42,7 @@ pub struct ServeArgs {
     /// Tokens of a part of a prompt.
     #[arg(long, default_value_t = 128)]
     chunk: usize,
-    /// Rows of a step [default: two parts of prompts beside a token of every request].
+    /// Rows of a step [default: two parts of prompts and a token of every request].
     #[arg(long)]
     rows: Option<usize>,
     /// Prints the texts.

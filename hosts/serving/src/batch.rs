@@ -30,6 +30,18 @@ impl Batch {
         Self { runs }
     }
 
+    /// The next token of every sequence of a cache.
+    ///
+    /// # Errors
+    /// That the cache has fewer sequences than there are tokens.
+    pub fn decoding<B: Backend>(cache: &ModelCache<B>, tokens: &[u32]) -> kvpack::Result<Self> {
+        let of = |(sequence, &token): (usize, &u32)| {
+            let (run, start) = (TokenRun::decode(sequence), cache.length(sequence)?);
+            Ok(BatchRun { request: sequence, run, start, tokens: vec![token], answers: true })
+        };
+        tokens.iter().enumerate().map(of).collect::<kvpack::Result<_>>().map(Self::new)
+    }
+
     /// The runs.
     pub fn runs(&self) -> &[BatchRun] {
         &self.runs

@@ -38,6 +38,15 @@ pub enum Error {
         request: usize,
     },
 
+    /// A budget has no room for one of several equal requests.
+    #[error("a budget of {bytes} bytes holds no request, as one takes {needed} bytes; give the cache more memory")]
+    NoRequest {
+        /// Bytes of the budget.
+        bytes: u64,
+        /// Bytes that a request took alone.
+        needed: u64,
+    },
+
     /// The model returned another number of tokens than runs of the batch ask for.
     #[error("the model returned {given} tokens for a batch that asks for {needed}")]
     Tokens {

@@ -6,6 +6,8 @@
 //! | `batch` | the tokens of a step, and the model that computes them |
 //! | `schedule` | who runs, who waits, who is preempted |
 //! | `figures` | throughput, latencies and pages, as a table and as JSON |
+//! | `budget` | as many requests of one length at a time as a budget holds |
+//! | `contexts` | random keys and values in place of prompts |
 //! | `decoder` | the shape of a decoder and its tensors by name, for hosts without a GGUF reader |
 //! | `tiny` | a small decoder with random weights, for tests |
 //!
@@ -16,6 +18,8 @@
 //! No tensor library is used here: a host implements [`Model`].
 
 mod batch;
+mod budget;
+mod contexts;
 pub mod decoder;
 mod error;
 mod figures;
@@ -24,6 +28,8 @@ mod schedule;
 pub mod tiny;
 
 pub use batch::{Batch, BatchRun, Model};
+pub use budget::{EqualRequests, generated_in_f16};
+pub use contexts::{Contexts, similarities};
 pub use error::Error;
 pub use figures::{Figures, Pages, Percentiles};
 pub use request::{Prompt, Request, read_requests};

@@ -59,7 +59,7 @@ fn verdict(Subject { name, report }: &Subject<'_, ConformanceReport>) -> String 
 enum Line {
     /// A family of formats, the widest code first.
     Format(Family, std::cmp::Reverse<u32>),
-    /// Several formats beside each other.
+    /// Several formats in one step.
     Mixed,
     /// Kernels that store nothing packed.
     Kernels(String),

@@ -66,7 +66,7 @@ fn verdict(Subject { name, report }: &Subject<'_, DocumentsReport>, many: bool) 
     rows.chunk_by(same).filter_map(sentence).collect()
 }
 
-/// Budgets that are drawn, at most: those of the first policies.
+/// The largest number of budgets that are drawn: those of the first policies.
 const BUDGETS: usize = 8;
 
 /// Kept tokens by layer, a line for every policy whose layers differ; none where no policy's do.

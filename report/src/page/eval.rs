@@ -96,7 +96,7 @@ fn outputs(Subject { name, report }: &Subject<'_, EvalReport>, many: bool) -> Pl
     }
 }
 
-/// Error of the rows against bits, beside what theory says.
+/// Error of the rows against bits, with the error that theory predicts.
 fn rows(Subject { name, report }: &Subject<'_, EvalReport>, many: bool) -> Option<Plot> {
     let mut series = by_family(points(report, |row| row.row_error));
     if series.is_empty() {

@@ -7,7 +7,7 @@ use super::plot::{self, Plot};
 
 /// What the page looks like: light or dark as the reader's system is, one column on a phone.
 const STYLE: &str = include_str!("page.css");
-/// Shows what a point says when it is pointed at, tapped or reached with the keyboard.
+/// Shows the tip of a point when it is pointed at, tapped or reached with the keyboard.
 const SCRIPT: &str = include_str!("page.js");
 
 /// A page under construction.
@@ -42,7 +42,7 @@ impl Html {
         writeln!(self.body, "<ul class=\"verdict\">{lines}</ul>").ok();
     }
 
-    /// Adds plots beside each other where there is room, each with its legend and a caption.
+    /// Adds plots next to each other where there is room, each with its legend and a caption.
     pub fn plots(&mut self, plots: &[(Plot, String)]) {
         self.body += "<div class=\"plots\">\n";
         for (plot, caption) in plots {
@@ -63,8 +63,8 @@ impl Html {
         self.body += "</div>\n";
     }
 
-    /// Adds a table whose first column is text; what stands behind the first line of a cell is small. A row that is marked
-    /// stands out.
+    /// Adds a table whose first column is text; what stands behind the first line of a cell is small. A row that is
+    /// marked stands out.
     pub fn table(&mut self, header: &[&str], rows: impl IntoIterator<Item = (bool, Vec<String>)>) {
         self.body += "<div class=\"wide\"><table><thead><tr>";
         header.iter().for_each(|cell| self.body += &format!("<th>{}</th>", escaped(cell)));

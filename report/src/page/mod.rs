@@ -20,7 +20,7 @@ use crate::{
     BenchReport, ConformanceReport, DocumentsReport, EvalReport, Measured, ModelReport, PeersReport, SuiteReport,
 };
 
-/// One report and what to call it beside others.
+/// One report and its name among others.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a, T> {
     /// A file, a device or a build.

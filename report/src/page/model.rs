@@ -11,7 +11,7 @@ use crate::{ModelReport, RecipeRow};
 /// Sizes of a whole cache that a verdict speaks about, in bits per element.
 const BUDGETS: [f64; 5] = [9.0, 6.0, 5.0, 4.0, 3.0];
 
-/// Lines of a plot of divergence by position, at most: the recipes that diverge least.
+/// The largest number of lines of a plot of divergence by position: the recipes that diverge least.
 const LINES: usize = 8;
 
 /// A divergence below this is that of the last bits of the arithmetic.
@@ -120,7 +120,7 @@ fn by_bytes(report: &ModelReport, title: String) -> Plot {
     Plot { title, x: "cache, MB".into(), y: "KL, nats".into(), y_scale: Scale::Logarithmic, series, ..Plot::default() }
 }
 
-/// Perplexity at the longest length beside that of the f16 cache; `None` where that was not measured.
+/// Perplexity at the longest length next to that of the f16 cache; `None` where that was not measured.
 fn by_perplexity(report: &ModelReport, title: String) -> Option<Plot> {
     let perplexity = |row: &RecipeRow| row.perplexities.last().copied().filter(|x| x.is_finite());
     let f16 = report.rows.iter().find(|row| row.recipe == "f16").and_then(perplexity)?;

@@ -25,16 +25,16 @@ pub enum Scale {
     /// Evenly, from 0 on.
     #[default]
     Linear,
-    /// By their logarithms, with powers of ten beside it.
+    /// By their logarithms, with powers of ten along the axis.
     Logarithmic,
-    /// By their logarithms, with powers of two beside it: bits.
+    /// By their logarithms, with powers of two along the axis: bits.
     PowersOfTwo,
 }
 
 /// What a plot shows.
 #[derive(Clone, Debug, Default)]
 pub struct Plot {
-    /// What it says to those who cannot see it.
+    /// The text for those who cannot see it.
     pub title: String,
     /// What the horizontal axis measures.
     pub x: String,
@@ -53,7 +53,7 @@ pub struct Plot {
 /// A line of points.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// What the legend says.
+    /// The text in the legend.
     pub name: String,
     /// The colour, from 0.
     pub colour: usize,
@@ -70,7 +70,7 @@ pub struct Point {
     pub y: f64,
     /// What stands in it.
     pub label: String,
-    /// What it says when it is looked at, line by line.
+    /// The text that appears when it is pointed at, line by line.
     pub tip: String,
     /// True if the line of its series goes through it.
     pub on_line: bool,
@@ -81,7 +81,7 @@ pub struct Point {
 /// A line without points.
 #[derive(Clone, Debug)]
 pub struct Reference {
-    /// What the legend says.
+    /// The text in the legend.
     pub name: String,
     /// True for a dashed line.
     pub dashed: bool,
@@ -131,7 +131,7 @@ impl Axis {
         (self.low..=self.high).contains(&value)
     }
 
-    /// Values that are written beside the axis.
+    /// Values that are written next to the axis.
     fn ticks(&self) -> Vec<f64> {
         match self.scale {
             Scale::PowersOfTwo => {

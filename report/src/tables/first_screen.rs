@@ -21,8 +21,8 @@ const STEPS: [(&str, &str); 6] = [
 const WIDTHS: [u32; 5] = [16, 8, 4, 2, 1];
 
 impl Device {
-    /// Microseconds of a decode step against bits: a line for every backend, beside the fastest f16 step of another
-    /// library and what the bytes alone take. `None` where that step was not measured.
+    /// Microseconds of a decode step against bits: a line for every backend, the fastest f16 step of another
+    /// library, and the time that the bytes alone take. `None` where that step was not measured.
     pub fn plot(&self) -> Option<Plot> {
         let mut measured: Vec<BenchReport> = Vec::new();
         for report in &self.reports {

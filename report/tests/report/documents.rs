@@ -28,6 +28,7 @@ pub fn documents() -> Vec<PathBuf> {
     for folder in [
         "",
         "docs",
+        "docs/results",
         "lab",
         "cli/data",
         "tests/golden",
@@ -39,6 +40,8 @@ pub fn documents() -> Vec<PathBuf> {
         "web",
         "web/npm",
         "cli",
+        "device",
+        "python",
         "report",
     ] {
         let Ok(entries) = fs::read_dir(root().join(folder)) else { continue };

@@ -80,8 +80,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// Room that the spans of a prompt need, by store.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names a store that the recipe does not have, [`Error::Limit`] when one has more
-    /// tokens than a sequence may have.
+    /// [`Error::Plan`] when a span names a store that the recipe does not have, [`Error::Limit`] when a span
+    /// has more tokens than a sequence may have.
     pub(in crate::cache) fn room_for_prompt(&self, spans: &[PromptSpan<'_, I>]) -> Result<Vec<StoreRoom>> {
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for span in spans {

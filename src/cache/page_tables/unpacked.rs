@@ -70,8 +70,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     /// packed; their positions count from there. Evicts all its other tokens, or all if there are no spans.
     ///
     /// # Errors
-    /// Those of [`PageTables::unpacked`]; [`Error::NoRoom`] when too little room is free beside the prompt's. Nothing
-    /// has changed.
+    /// Those of [`PageTables::unpacked`]; [`Error::NoRoom`] when the free pages are too few, as the prompt keeps its
+    /// own. Nothing has changed.
     pub(in crate::cache) fn pack_unpacked(
         &mut self,
         (sequence, start): (usize, usize),

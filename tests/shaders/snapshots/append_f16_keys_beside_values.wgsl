@@ -40,6 +40,11 @@ fn append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
     store_row(place, kv_head, exists, invocation);
 }
 
+// Of pack/row_ranges.wgsl, by default:
+
+// Called by all invocations once the row is in workgroup memory.
+fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/call.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -389,13 +394,6 @@ fn finish_row(invocation: u32) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_ranges.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called by all invocations once the row is in workgroup memory.
-fn store_row_ranges(place: Place, kv_head: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
 // shaders/pack/field.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
 
@@ -503,6 +501,11 @@ fn other_append(group: vec3<u32>, groups: vec3<u32>, invocation: u32) {
     other_store_row_ranges(place, kv_head, invocation);
     other_store_row(place, kv_head, exists, invocation);
 }
+
+// Of pack/row_ranges.wgsl, by default:
+
+// Called by all invocations once the row is in workgroup memory.
+fn other_store_row_ranges(place: other_Place, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/call.wgsl
@@ -850,13 +853,6 @@ fn other_channel_value(channel: u32) -> f32 {
 fn other_finish_row(invocation: u32) {
     workgroupBarrier();
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/pack/row_ranges.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called by all invocations once the row is in workgroup memory.
-fn other_store_row_ranges(place: other_Place, kv_head: u32, invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/pack/field.wgsl#f16

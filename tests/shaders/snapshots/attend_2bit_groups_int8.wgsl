@@ -186,9 +186,7 @@ fn set_scores_lowest() {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/item_of.wgsl, by default:
 
 // False for a workgroup without queries, which then does nothing.
 fn has_item(group: vec3<u32>) -> bool {
@@ -579,9 +577,7 @@ fn input4(index: u32) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/input_rows.wgsl, by default:
 
 fn input_at(index: u32) -> u32 {
     return index;
@@ -863,6 +859,10 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     }
 }
 
+// Of attend/logits.wgsl, by default:
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/common/ordered.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -902,12 +902,6 @@ fn largest_to_enter(value: u32) -> u32 {
 fn enters() -> bool {
     return first_of_subgroup;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#byte
@@ -1411,6 +1405,15 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
     }
 }
 
+// Of attend/output_rotation.wgsl, by default:
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -1424,14 +1427,3 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 
 // Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}

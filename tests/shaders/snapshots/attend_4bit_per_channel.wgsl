@@ -186,9 +186,7 @@ fn set_scores_lowest() {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/item_of.wgsl, by default:
 
 // False for a workgroup without queries, which then does nothing.
 fn has_item(group: vec3<u32>) -> bool {
@@ -291,6 +289,16 @@ fn score_tile(item: WorkItem, tile: u32, lane: u32) {
     }
 }
 
+// Of attend/key_ranges.wgsl, by default:
+
+// Called once per tile, between its products and its scores. Reads the ranges of the lane's tokens.
+fn load_key_ranges(tile_base: u32, lane: u32) {}
+
+// The score of token `i` of the lane, of its dot product and the constants of the prepared query: (scale, bias, Σ q, 0).
+fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
+    return sum * constants.x + constants.y;
+}
+
 // Called after that barrier. Prepares the keys of the first step.
 fn begin_keys(tiles: u32, team: u32, lane: u32) {}
 
@@ -321,21 +329,6 @@ const KEY_QUADS: u32 = KEY_VECTOR * KEY_PLANES / 4u;
 fn key_bytes(words: KeyVector, quad: u32, f: u32) -> u32 {
     return (words[f % KEY_VECTOR] << ((quad * (4u / KEY_VECTOR) + f / KEY_VECTOR) * KEY_BITS)) & KEY_MASK;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/key_ranges.wgsl#folded
-// ----------------------------------------------------------------------------------------------------
-
-// Per-channel ranges are folded into the prepared query: scale and bias are those of the query head.
-//
-// gives: ranged_score
-
-fn ranged_score(sum: f32, constants: vec4<f32>, i: u32) -> f32 {
-    return sum * constants.x + constants.y;
-}
-
-// Called once per tile, between its products and its scores. Reads the ranges of the lane's tokens.
-fn load_key_ranges(tile_base: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/query.wgsl#own
@@ -426,9 +419,7 @@ fn input4(index: u32) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/input_rows.wgsl, by default:
 
 fn input_at(index: u32) -> u32 {
     return index;
@@ -706,6 +697,10 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     }
 }
 
+// Of attend/logits.wgsl, by default:
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/common/ordered.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -745,12 +740,6 @@ fn largest_to_enter(value: u32) -> u32 {
 fn enters() -> bool {
     return first_of_subgroup;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#dot
@@ -1108,6 +1097,15 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
     }
 }
 
+// Of attend/output_rotation.wgsl, by default:
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
 // Merges attention states into a running sum relative to the largest log-sum-exp so far. States are read once, AT_ONCE
 // together.
 //
@@ -1229,21 +1227,8 @@ fn write_output(index: u32, x: vec4<f32>) {
     outputs[min(output_at(index), arrayLength(&outputs) - 1u)] = vec2<u32>(pack2x16float(x.xy), pack2x16float(x.zw));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/output_rows.wgsl, by default:
 
 fn output_at(index: u32) -> u32 {
     return index;
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}

@@ -181,9 +181,7 @@ fn set_scores_lowest() {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/item_of.wgsl, by default:
 
 // False for a workgroup without queries, which then does nothing.
 fn has_item(group: vec3<u32>) -> bool {
@@ -372,9 +370,7 @@ fn input4(index: u32) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/input_rows.wgsl, by default:
 
 fn input_at(index: u32) -> u32 {
     return index;
@@ -542,6 +538,25 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     }
 }
 
+// Of attend/workgroup_max.wgsl, by default:
+
+// Called once, before the first step.
+fn prepare_workgroup_max() {}
+
+// The largest value among the invocations for which this one contributes. Called by all invocations.
+fn largest_to_enter(value: u32) -> u32 {
+    return value;
+}
+
+// Whether the invocation contributes.
+fn enters() -> bool {
+    return true;
+}
+
+// Of attend/logits.wgsl, by default:
+
+fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/common/ordered.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -558,29 +573,6 @@ fn ordered(x: f32) -> u32 {
 fn from_ordered(bits: u32) -> f32 {
     return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// Called once, before the first step.
-fn prepare_workgroup_max() {}
-
-// The largest value among the invocations for which this one contributes. Called by all invocations.
-fn largest_to_enter(value: u32) -> u32 {
-    return value;
-}
-
-// Whether the invocation contributes.
-fn enters() -> bool {
-    return true;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#fma
@@ -774,6 +766,15 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
     }
 }
 
+// Of attend/output_rotation.wgsl, by default:
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -787,14 +788,3 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 
 // Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}

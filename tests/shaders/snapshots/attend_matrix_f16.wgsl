@@ -486,9 +486,7 @@ fn set_scores_lowest() {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/item_of.wgsl, by default:
 
 // False for a workgroup without queries, which then does nothing.
 fn has_item(group: vec3<u32>) -> bool {
@@ -555,9 +553,7 @@ fn input4(index: u32) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/input_rows.wgsl, by default:
 
 fn input_at(index: u32) -> u32 {
     return index;

@@ -74,6 +74,27 @@ fn prepare_query(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
     reset_extremes(group.x * QUERY_HEADS + head, field);
 }
 
+// Of attend/query_ranges.wgsl, by default:
+
+// The range slot, clamped to the last one.
+fn existing_slot(range_slot: u32) -> u32 {
+    return range_slot;
+}
+
+// Four channels of a query times the scales that begin at `base`.
+fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
+    return q;
+}
+
+// The contribution of the middles of these ranges to every score.
+fn query_bias(q: vec4<f32>, base: u32) -> f32 {
+    return 0f;
+}
+
+// Of attend/extremes.wgsl, by default:
+
+fn reset_extremes(row: u32, field: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/input.wgsl#f16
 // ----------------------------------------------------------------------------------------------------
@@ -90,9 +111,7 @@ fn input4(index: u32) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/input_rows.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/input_rows.wgsl, by default:
 
 fn input_at(index: u32) -> u32 {
     return index;
@@ -258,31 +277,6 @@ fn flipped(x: f32, place: u32, seed: u32, apply: u32) -> f32 {
     let flip = (word ^ (word >> 16u)) & apply;
     return bitcast<f32>(bitcast<u32>(x) ^ (flip << 31u));
 }
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/query_ranges.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-// The range slot, clamped to the last one.
-fn existing_slot(range_slot: u32) -> u32 {
-    return range_slot;
-}
-
-// Four channels of a query times the scales that begin at `base`.
-fn scale_query(q: vec4<f32>, base: u32) -> vec4<f32> {
-    return q;
-}
-
-// The contribution of the middles of these ranges to every score.
-fn query_bias(q: vec4<f32>, base: u32) -> f32 {
-    return 0f;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/extremes.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn reset_extremes(row: u32, field: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/query_row.wgsl#int

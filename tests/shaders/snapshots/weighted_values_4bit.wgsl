@@ -171,9 +171,7 @@ fn set_scores_lowest() {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/item_of.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/item_of.wgsl, by default:
 
 // False for a workgroup without queries, which then does nothing.
 fn has_item(group: vec3<u32>) -> bool {
@@ -429,9 +427,7 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/workgroup_max.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/workgroup_max.wgsl, by default:
 
 // Called once, before the first step.
 fn prepare_workgroup_max() {}
@@ -446,9 +442,7 @@ fn enters() -> bool {
     return true;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/logits.wgsl
-// ----------------------------------------------------------------------------------------------------
+// Of attend/logits.wgsl, by default:
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
@@ -808,6 +802,15 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
     }
 }
 
+// Of attend/output_rotation.wgsl, by default:
+
+fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    write_state_channel(item, y, head, channel, output);
+}
+
+// Called by all invocations once the outputs of a head are written.
+fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/merge.wgsl#later
 // ----------------------------------------------------------------------------------------------------
@@ -821,14 +824,3 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 
 // Called once the states of an item are written.
 fn merge_item(item: WorkItem, y: u32, invocation: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/output_rotation.wgsl
-// ----------------------------------------------------------------------------------------------------
-
-fn put_output(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    write_state_channel(item, y, head, channel, output);
-}
-
-// Called by all invocations once the outputs of a head are written.
-fn finish_output(item: WorkItem, y: u32, head: u32, invocation: u32) {}

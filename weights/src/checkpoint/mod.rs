@@ -91,7 +91,7 @@ impl Checkpoint {
         Self { all_ones, ..self }
     }
 
-    /// What the configuration tells.
+    /// The scheme in the configuration.
     pub fn scheme(&self) -> &Scheme {
         &self.scheme
     }

@@ -138,7 +138,7 @@ impl<B: Timed> Stored<B> {
         let data = DecodeData::generated(backend, decode).await?;
         let footprint = backend.sizes().footprint;
         let workload = Workload::new(backend, &data, format.into(), footprint).await?;
-        // What single queries yield is held against f64 first.
+        // The outputs of single queries are compared with f64 first.
         let checked = workload.check(backend, &data, AttendOptions::default()).await?;
         ensure!(checked.passed(), Wrong(format!("{format}: {}", checked.reason())));
         Ok(Self { format, shape, workload, data })

@@ -3,11 +3,12 @@
 use anyhow::Result;
 use kvpack::cache::{ChunkStores, ModelRecipe};
 use kvpack::plan::TokenRange;
+use kvpack_serving::{Contexts, similarities};
 use serde::Serialize;
 
 use super::report::{self, ms};
 use super::{Common, f16_bytes, has_room};
-use crate::filled::{self, Contexts, StepTime};
+use crate::filled::{self, StepTime};
 use crate::host::Host;
 use crate::rig::Rig;
 
@@ -94,10 +95,4 @@ impl ContextArgs {
         };
         report::write(rig, &self.common, ("context", &name), &rows, plot)
     }
-}
-
-/// Similarities of chunks with a question, of which few are large.
-fn similarities(chunks: usize) -> Vec<f32> {
-    let at = |chunk: usize| (chunk as u32).wrapping_mul(2_654_435_761) >> 8;
-    (0..chunks).map(|chunk| (at(chunk) as f32 / (1 << 24) as f32).powi(2)).collect()
 }

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use anyhow::Result;
 use kvpack::cache::ModelRecipe;
 use kvpack_cli::Config;
+use kvpack_serving::Contexts;
 use serde::Serialize;
 
 use super::report::{self, ms};
 use super::{Common, f16_bytes, greedy, has_room, model_of};
-use crate::filled::{self, Contexts, StepTime};
+use crate::filled::{self, StepTime};
 use crate::host::Host;
 use crate::own;
 use crate::rig::Rig;

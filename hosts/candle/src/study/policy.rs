@@ -11,13 +11,14 @@ use kvpack::plan::TokenRange;
 use kvpack::policy::Spans;
 use kvpack_cli::Model;
 use kvpack_report::page::Plot;
+use kvpack_serving::Contexts;
 use pollster::block_on;
 use serde::{Deserialize, Serialize};
 
 use super::report::{self, ms};
 use super::{Common, f16_bytes, has_room};
 use crate::attention::Steps;
-use crate::filled::{self, Contexts, StepTime};
+use crate::filled::{self, StepTime};
 use crate::host::Host;
 use crate::own;
 use crate::prompt::{self, ReadPrompt};

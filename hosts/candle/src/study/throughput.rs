@@ -1,19 +1,16 @@
 //! `study throughput`: throughput under a memory budget, as CalibQuant measures it (Tables 5-8). A prompt is an image
 //! and some text; the recipe decides how many of them the budget holds at a time.
 
-use std::time::Duration;
-
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use kvpack::backend::Backend;
-use kvpack::cache::{Appended, Budget, Growth, ModelCache, StoreRoom, TokenRun};
-use kvpack_serving::{Figures, Prompt, Request, Scheduler, Settings};
-use pollster::block_on;
+use kvpack::cache::{Budget, Growth, ModelCache};
+use kvpack_serving::{Contexts, EqualRequests, Figures, Scheduler, generated_in_f16};
 use serde::Serialize;
 
 use super::report::{self, ms};
 use super::{Common, VOCABULARY};
 use crate::attention::Steps;
-use crate::filled::{self, Contexts, StepTime};
+use crate::filled::{self, StepTime};
 use crate::host::Host;
 use crate::rig::Rig;
 
@@ -83,6 +80,11 @@ struct Held<B: Backend> {
 impl ThroughputArgs {
     fn budgets(&self) -> Vec<u64> {
         if self.common.quick { vec![6] } else { self.memory_mib.clone() }
+    }
+
+    /// The requests, with this many tokens to generate for each.
+    fn requests(&self, output: usize) -> EqualRequests {
+        EqualRequests { prompt: self.prompt, output, chunk: self.chunk, parts: self.parts }
     }
 
     fn output(&self) -> usize {
@@ -171,16 +173,9 @@ impl ThroughputArgs {
         cache: ModelCache<B>,
         (requests, output): (usize, usize),
     ) -> Result<Figures> {
-        let request = |at: usize| {
-            let prompt = Prompt::Length { tokens: self.prompt, shared: 0, seed: at + 1 };
-            let prompt = prompt.drawn(VOCABULARY as u32).unwrap_or_default();
-            Request { arrival: Duration::ZERO, prompt, output }
-        };
-        let sequences = cache.sequences();
-        let settings =
-            Settings { sequences, prefixes: 0, rows: sequences + self.parts * self.chunk, chunk: self.chunk };
-        let requests = (0..requests).map(request).collect();
-        let served = Scheduler::new(cache, settings, requests)?.serve(host, |_| {})?;
+        let of = self.requests(output);
+        let settings = of.settings(cache.sequences());
+        let served = Scheduler::new(cache, settings, of.drawn(requests, VOCABULARY as u32))?.serve(host, |_| {})?;
         host.steps().forget()?;
         Ok(served.figures)
     }
@@ -195,41 +190,19 @@ impl ThroughputArgs {
         let backend = rig.backend();
         let mut layers = host.model().config.cache_layers(&recipe.parse()?)?;
         if recipe.starts_with("calibquant") {
-            // As in the paper: prompts are packed, generated tokens stay in f16.
-            for (_, of_layer) in &mut layers {
-                *of_layer = of_layer.clone().with_appended(Appended::Keep);
-            }
+            layers = generated_in_f16(layers);
         }
-        // One request alone says which pages each needs; a part of a prompt lies in f16 besides until it is packed.
-        let cache = ModelCache::new(backend, &layers, 1)?;
-        let part = cache.room_for_append(0, &[TokenRun::prompt(0, self.chunk.min(self.prompt))])?;
+        // One request alone says which pages each needs.
         let exact = Budget::unlimited().growing(Growth::Exact);
-        let alone = self.serve(host, cache.with_budget(exact), (1, self.output()))?.pages;
+        let cache = ModelCache::new(backend, &layers, 1)?.with_budget(exact);
+        let alone = self.serve(host, cache, (1, self.output()))?.pages;
         // Kernels for steps of several prompts are compiled before anything is timed.
         let several = ModelCache::new(backend, &layers, self.parts + 1)?;
         let doubling = Budget::unlimited().growing(Growth::Doubling);
         self.serve(host, several.with_budget(doubling), (self.parts + 1, 4))?;
-        let memory = memory_mib << 20;
-        let budget = Budget::of_bytes(memory).growing(Growth::None);
-        let mut batch = usize::try_from(memory / alone.most_in_use_bytes.max(1))?.min(self.most);
-        // Where there is one store, parts of prompts lie in it from the start.
-        let packs = alone.most_by_store.len() > 1;
-        loop {
-            ensure!(batch > 0, "{memory_mib} MiB hold no request of {recipe}");
-            // Every part of a prompt may have ranges of its own.
-            let spans = self.prompt.div_ceil(self.chunk);
-            let room = |(store, &pages): (usize, &usize)| {
-                let staged = if packs && store == 0 { part[0].pages * self.parts.min(batch) } else { 0 };
-                StoreRoom { pages: batch * pages + staged, spans: batch * spans }
-            };
-            let rooms: Vec<StoreRoom> = alone.most_by_store.iter().enumerate().map(room).collect();
-            let mut cache = ModelCache::new(backend, &layers, batch)?.with_budget(budget);
-            match block_on(cache.reserve(&rooms)) {
-                Ok(()) => return Ok(Held { cache, bytes_of_request: alone.most_in_use_bytes }),
-                Err(kvpack::Error::NoRoom { .. }) => batch -= 1,
-                Err(error) => return Err(error.into()),
-            }
-        }
+        let within = (memory_mib << 20, self.most);
+        let cache = self.requests(self.output()).cache(backend, &layers, within, &alone).context(recipe.to_owned())?;
+        Ok(Held { cache, bytes_of_request: alone.most_in_use_bytes })
     }
 }
 

@@ -74,7 +74,7 @@ impl<B: Backend> Prompt<B> {
             let copy = prompt.upload(backend).await?;
             prompt.copies.push(copy);
         }
-        // Column sums made of it are held against the host's.
+        // Column sums made of it are compared with the host's.
         let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: None };
         let request = StatsRequest { columns, rows: RowStatsSource::Measured };
         let found = backend.measure_attention(prompt.input(&prompt.copies[0][0]), request, None)?;
