@@ -9,7 +9,8 @@
 // so that tokens are read once for all of them. Packed keys are multiplied as bytes (m16n8k32) with a query of 16 bits
 // in two bytes, f16 keys as halves with a query of two halves. Packed values are multiplied as bytes with weights of 16
 // bits in two bytes, f16 values as halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a
-// conversion: see common/scores.cuh and common/values.cuh, and common/weights.cuh for the part between them. After the
+// conversion: see common/scores.cuh and common/values.cuh, and common/weights.cuh for the part between them. With LONE_HEAD
+// keys of 1 bit stay bits, and runs of tokens take the columns that other heads would (common/key_bits.cuh). After the
 // loop the sums of the warps are merged in shared memory. The block writes the output if its query has no other items.
 // Otherwise states are merged (merge_states.cu).
 //

@@ -16,8 +16,9 @@
 // warps have the same rows, so references move for all of them: a barrier asks whether one of them is far.
 //
 // Memory: K and V of the item once, by the copy engine. Cost per tile and warpgroup: HEAD_DIM / 4 products of
-// 64 × ROWS × 16, and ROWS exponentials a thread. Two elements take 4 to 6 instructions, and one and a half where codes
-// of a span stay the subnormal halves that their bits are.
+// 64 × ROWS × 16, and ROWS exponentials a thread. Two elements with ranges of groups take 4 to 6 instructions. Other codes
+// stay the subnormal halves that their bits are, one and a half instructions for two; levels are looked up as bytes.
+// Where every token has a range, it is applied to products of keys, and to weights, two instructions for each.
 //
 // In bounds: items, pages, slots and queries were checked on the host. Rows beyond those of the item read the last query
 // and write nothing; tokens beyond the item are hidden, and the data stored there are finite.
@@ -115,7 +116,8 @@ struct GroupRing {
 // What compensates for the bits of 16 channels of values that were kept, and for their place.
 __device__ __forceinline__ float value_unit(int block) {
     if (!VALUE_BITS_KEPT) return 1.0f;
-    return KEPT_UNIT / (float)(1 << (VALUE_PLANE_FIXED && VALUE_BITS != 3 && VALUE_LEVEL_UNIT == 0 ? VALUE_BITS * (block % VALUE_PLANES) : 0));
+    constexpr bool in_place = VALUE_PLANE_FIXED && VALUE_BITS != 3 && VALUE_LEVEL_UNIT == 0;
+    return KEPT_UNIT / (float)(1 << (in_place ? VALUE_BITS * (block % VALUE_PLANES) : 0));
 }
 
 // The scale of a token and its minimum, which codebooks do not have.
@@ -314,7 +316,9 @@ struct DraftWarp {
         const float scale_top = value_scale(stage);
         bool far = false;
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; i++) far = far | (__fmaf_rn(largest(products, i), scale(i), -reference[i]) > MOST_WEIGHT - scale_top);
+        for (int i = 0; i < LANE_ROWS; i++) {
+            far = far | (__fmaf_rn(largest(products, i), scale(i), -reference[i]) > MOST_WEIGHT - scale_top);
+        }
         if (!group_any(FIRST_GROUP_BARRIER + group, 128, far)) return;
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {

@@ -3,6 +3,7 @@
 //   ranges of the tile:      half = minimum + scale · code, rounded once (scales and minimums are halves)
 //   ranges of the span:      half = code − CENTRE, exactly; scales and minimums are for the reader
 //                            half = code · 2^(place − 24), exactly, where bits are kept: the subnormal half that they are
+//   ranges of tokens:        the same where bits are kept, and half = (step + 128) · 2^−24 for levels of a codebook
 //   levels of a codebook:    half = norm · (step + ½) / 128, rounded once (norms are halves); units are for the reader
 
 #pragma once

@@ -3,9 +3,9 @@
 // A word of a load has 16 channels of one token in its low half and of the token 16 later in its high half. A nibble of it
 // is a channel of each of four blocks. MMAs of bits count where both operands are 1. Their columns are the bits of the
 // query: eight of its low byte, then eight of its high byte, each in the half of the tokens that a product is of. So 16
-// tokens take two MMAs and no unpacking. The counts are at most 128, and as halves multiples of 2^-24. An MMA of halves multiplies them
-// by the values of the query's bits and adds them up, in the column of its 16 tokens: then every lane has 4 tokens of
-// its own.
+// tokens take two MMAs and no unpacking. The counts are at most 128, and as halves multiples of 2^-24. An MMA of halves
+// multiplies them by the values of the query's bits and adds them up, in the column of its 16 tokens: then every lane has
+// 4 tokens of its own.
 
 constexpr float COUNT_UNIT = 16777216.0f;
 static_assert(!LONE_HEAD || (KEY_BITS == 1 && KEY_SPAN_RANGES && VALUE_SPAN_RANGES && !WIDE && HEAD_DIM == 128 &&

@@ -2,7 +2,7 @@
 //
 // A target takes blocks of 16 tokens by 16 channels as A fragments: of keys, whose rows are tokens, `put_keys(m, f,
 // words, lane)`, and of values, whose rows are channels, `put_values(m, n, words, lane)`. It says by UNROLLED how many
-// blocks are unpacked without a loop, and by KEEPS_BITS whether codes of a span stay the bits that they are. In packed
+// blocks are unpacked without a loop, and by KEEPS_BITS whether codes stay the bits that they are (KEY_BITS_KEPT). In packed
 // keys channel 4 c + e of 16 is element 2 c + (e >> 1) of an MMA, in the upper half for odd e; queries are in the same
 // order (`channel_place`).
 //
@@ -158,10 +158,10 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
     from += lane * 16;
     const int g = lane >> 2;
     const int c = lane & 3;
-    // The levels of all planes of a load are looked up together.
-    constexpr bool LEVELS_AT_ONCE = Halves::KEEPS_BITS && KEY_BITS_KEPT && KEY_LEVELS && KEY_BITS != 3 && KEY_BLOCKS % KEY_PLANES == 0;
-    u32 of_planes[4][KEY_PLANES];
     constexpr bool kept = Halves::KEEPS_BITS && KEY_BITS_KEPT;
+    // The levels of all planes of a load are looked up together.
+    constexpr bool levels_at_once = kept && KEY_LEVELS && KEY_BITS != 3 && KEY_BLOCKS % KEY_PLANES == 0;
+    u32 of_planes[4][KEY_PLANES];
     const LevelWords levels_of = LevelWords::of<kept && KEY_LEVELS>(to);
     RangePair of_tokens[2];
     if constexpr (KEY_TOKEN_RANGES && !kept) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
 #pragma unroll Halves::UNROLLED
     for (int f = blocks.first; f < blocks.end; f += blocks.step) {
         const int block = m * KEY_BLOCKS + f;
-        if constexpr (LEVELS_AT_ONCE) {
+        if constexpr (levels_at_once) {
             if (f % KEY_PLANES == 0) {
                 const uint4 load = load_shared_16(from + block / KEY_PLANES * LOAD_BYTES);
                 level_bytes<KEY_BITS, false, true>(of_planes[0], load.x, levels_of.tables);
@@ -227,9 +227,10 @@ __device__ __forceinline__ void unpack_keys(const Halves& to, u32 from, u32 rang
                     words[r] = code_halves(words[r], (u32)KEY_CENTRE, shift);
                 } else {
                     const int channel = 32 * f + 16 * half + 4 * c + r / 2;
-                    const RangePair range = KEY_TOKEN_RANGES          ? of_tokens[r % 2]
-                                            : KEY_BLOCKS_SHARE_RANGES ? of_channels[r / 2]
-                                                                      : key_range_pair(ranges, 16 * m + 8 * (r % 2) + g, channel);
+                    RangePair range = KEY_TOKEN_RANGES ? of_tokens[r % 2] : of_channels[r / 2];
+                    if (!KEY_TOKEN_RANGES && !KEY_BLOCKS_SHARE_RANGES) {
+                        range = key_range_pair(ranges, 16 * m + 8 * (r % 2) + g, channel);
+                    }
                     words[r] = multiply_add_pair(code_halves(words[r], 0u, shift), range.scales, range.minimums);
                 }
             }
@@ -310,9 +311,10 @@ __device__ __forceinline__ void unpack_value_block(const Halves& to, u32 from, u
                 words[r] = code_halves(codes, (u32)VALUE_CENTRE, shift);
             } else {
                 const int channel = 16 * n + 8 * (r % 2) + (lane >> 2);
-                const RangePair range = VALUE_TOKEN_RANGES          ? of_run.of_tokens[half][r / 2]
-                                        : VALUE_BLOCKS_SHARE_RANGES ? of_tokens[r / 2]
-                                                                    : value_range_pair(ranges, RunRanges::token(run, half, r, lane), channel);
+                RangePair range = VALUE_TOKEN_RANGES ? of_run.of_tokens[half][r / 2] : of_tokens[r / 2];
+                if (!VALUE_TOKEN_RANGES && !VALUE_BLOCKS_SHARE_RANGES) {
+                    range = value_range_pair(ranges, RunRanges::token(run, half, r, lane), channel);
+                }
                 words[r] = multiply_add_pair(code_halves(codes, 0u, shift), range.scales, range.minimums);
             }
         }
