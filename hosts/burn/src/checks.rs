@@ -67,7 +67,7 @@ fn requests() -> Vec<Request> {
 }
 
 /// Memory that four requests at a time overflow. The longest one takes most of it.
-const BUDGET: Budget = Budget::of_bytes(216 << 10).growing(Growth::Exact);
+const BUDGET: Budget = Budget::of_bytes(250 << 10).growing(Growth::Exact);
 
 /// Serves eight requests one by one, and together within the budget.
 pub fn queue(device: &Device, backend: &Wgpu) -> Result<bool> {
