@@ -24,10 +24,13 @@ pub use model::{
 };
 pub use provenance::run as this_run;
 
+use std::error::Error;
 use std::ffi::OsString;
+use std::num::ParseIntError;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::error::{ContextKind, ContextValue};
+use clap::{Arg, CommandFactory, FromArgMatches};
 
 /// Runs the command that the arguments of the process name.
 pub fn main() -> ExitCode {
@@ -40,8 +43,27 @@ pub fn run_within(program: Vec<OsString>, arguments: Vec<OsString>) -> u8 {
     run(invocation::Invocation::of(program, arguments))
 }
 
+/// The command of these words. A negative number is the value of the option before it, whose message says what is
+/// allowed; to clap it would be an option that does not exist.
+fn parsed(words: impl Iterator<Item = OsString>) -> Result<commands::Command, clap::Error> {
+    let takes_negative = |arg: Arg| {
+        let takes_value = arg.get_action().takes_values();
+        arg.allow_negative_numbers(takes_value)
+    };
+    let mut command = commands::Command::command().mut_subcommands(|of| of.mut_args(takes_negative));
+    let matches = command.try_get_matches_from_mut(words).map_err(|mut error| {
+        // The source says what is wrong with a number, and not what is allowed.
+        if error.source().is_some_and(|source| source.is::<ParseIntError>()) {
+            let tip = "give a whole number, such as 8".into();
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+        }
+        error
+    })?;
+    commands::Command::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+}
+
 fn run(called: invocation::Invocation) -> u8 {
-    outcome::exit_code(match commands::Command::try_parse_from(called.keep().words()) {
+    outcome::exit_code(match parsed(called.keep().words()) {
         Ok(command) => {
             let result = command.run();
             compiled::keep();

@@ -33,7 +33,7 @@ pub struct QuantizeArgs {
     #[arg(long, default_value_t = 4)]
     bits: u32,
     /// Inputs that share a scale; -1 for all inputs of an output.
-    #[arg(long, default_value_t = 128, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 128)]
     group: i64,
     /// Zeros in the middle of the codes, instead of where the range of a group wants them.
     #[arg(long)]

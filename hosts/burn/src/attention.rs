@@ -18,7 +18,7 @@ pub fn open() -> Result<(Device, Wgpu)> {
 /// tensor is held.
 pub fn lend(tensor: &Tensor<2>) -> Result<KvTensor> {
     let tensor = tensor.clone().try_into_primitive::<burn::backend::Wgpu>().map_err(|e| format!("{e:?}"))?;
-    assert!(tensor.is_contiguous());
+    tensor.is_contiguous().then_some(()).ok_or("a view is not lent: lend a contiguous tensor")?;
     let held = tensor.client.get_resource::<WgpuServer<AutoCompiler>>(tensor.handle)?;
     let of = [(DType::F16, F16), (DType::F32, F32)].into_iter().find(|of| of.0 == tensor.dtype);
     let (at, of) = (held.resource(), of.ok_or_else(|| format!("{:?} is not lent", tensor.dtype))?.1);

@@ -47,7 +47,7 @@ impl FromStr for Tokens {
         };
         let tokens = digits.parse::<usize>().ok().and_then(|count| count.checked_mul(unit));
         let tokens = tokens.filter(|tokens| (1..=MOST_TOKENS).contains(tokens));
-        tokens.map(Self).ok_or_else(|| format!("give tokens as 1000 or 4k, at most {}k", MOST_TOKENS / 1024))
+        tokens.map(Self).ok_or_else(|| format!("give tokens as 1000 or 4k, from 1 to {}k", MOST_TOKENS / 1024))
     }
 }
 
