@@ -198,8 +198,8 @@ impl Server {
         // --- end
     }
 
-    /// Compares the first and the last output of every run with attention in f64 over what its sequence holds. A part of
-    /// the document sees what the model gave.
+    /// Compares the first and the last output of every run with attention in f64 over what its sequence holds. A part
+    /// of the document sees what the model gave.
     async fn check(&mut self, layer: usize, runs: &[TokenRun], starts: &[usize]) -> Result<(), Box<dyn Error>> {
         let output = self.backend.download(&self.tensors[layer].output).await?;
         let shape = *self.cache.shape(layer)?;

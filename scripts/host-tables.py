@@ -4,7 +4,7 @@
     host-tables.py            prints every table
     host-tables.py --check    fails if the page lacks one of them
 
-`candle-host study … --json` writes the files, and `burn-host decode … --json` those that begin with `burn-`.
+`candle-host study … --json` writes the files, and `burn-host … --json` those that begin with `burn-`.
 """
 
 import json
@@ -122,20 +122,21 @@ def budget_sums(name):
 
 
 def policy(name):
-    """What keeping fewer tokens costs and brings, and against candle's own attention where that was measured."""
+    """What keeping fewer tokens costs and brings, and against the host's own attention where that was measured."""
     lines = []
     rows = sorted(rows_of(name), key=lambda row: (row["tokens"], row["batch"]))
-    own = {(row["batch"], row["tokens"]): row["end_to_end"] for row in rows if row["recipe"] == "candle"}
+    host = "burn" if name.startswith("burn-") else "candle"
+    own = {(row["batch"], row["tokens"]): row["end_to_end"] for row in rows if row["recipe"] == host}
     for row in rows:
-        of_candle = own.get((row["batch"], row["tokens"]))
+        of_host = own.get((row["batch"], row["tokens"]))
         lines.append([
             f"{row['batch']} × {row['tokens']}", f"`{row['recipe']}`", number(row["step_ms"]), number(row["attention_ms"]),
             number(row["decode"]), number(row["cache_mib"], 0), number(row["statistics_ms"], 1),
             number(row["compress_ms"], 1), f"{100 * row['overhead']:.1f} %", number(row["end_to_end"]),
-            *([number(row["end_to_end"] / of_candle if of_candle else None)] if own else []),
+            *([number(row["end_to_end"] / of_host if of_host else None)] if own else []),
         ])  # fmt: skip
     header = ["batch × tokens", "recipe", "step ms", "attention", "×", "cache MiB", "statistics ms", "compress ms",
-              "overhead", "end to end ×", *(["against candle ×"] if own else [])]  # fmt: skip
+              "overhead", "end to end ×", *([f"against {host} ×"] if own else [])]  # fmt: skip
     return table(header, lines)
 
 
@@ -161,6 +162,11 @@ def tables():
     yield parts("decode-qwen", [(1, 1024), (1, 32000), (8, 32000), (64, 8192), (64, 32000)], [*some, "kivi:2"])
     yield rates("burn-smollm2-1024 burn-smollm2-8000", [1, 8, 64], [1024, 8000])
     yield submitted("burn-smollm2-1024 burn-smollm2-8000", [(1, 1024), (64, 1024), (8, 8000)], ["burn", *some[1:]])
+    yield rates("burn-qwen-1024 burn-qwen-8000", batches, [1024, 8000])
+    yield submitted("burn-qwen-1024 burn-qwen-8000", [(1, 1024), (1, 8000), (64, 8000)], ["burn", *some[1:]])
+    yield budgets("burn-throughput-7b-8960")
+    yield policy("burn-policy-8b")
+    yield context("burn-context-8b")
     yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g-w4"))
     yield from (budgets(f"throughput-7b-{prompt}") for prompt in ("8960", "17920", "140gb-w4"))
     yield budget_sums("throughput-7b-8960")

@@ -1,8 +1,8 @@
 //! Counts that callers name, checked before memory is asked for or a number is narrowed by them.
 //!
 //! A position of a token has 32 bits. A [`TokenCount`] is a number of tokens whose positions all fit: ranges of
-//! positions come from it without a cast. A vector whose length a caller decides comes from [`filled`], [`collected`] or
-//! [`reserved`]: they return an error where the allocator refuses, and the process goes on.
+//! positions come from it without a cast. A vector whose length a caller decides comes from [`filled`], [`collected`]
+//! or [`reserved`]: they return an error where the allocator refuses, and the process goes on.
 
 use std::ops::Range;
 

@@ -40,7 +40,8 @@
 //!
 //! With `kvpack::wgpu::Wgpu` instead of [`Cpu`](cpu::Cpu) and tensors on the device, the same calls run on a GPU. An
 //! engine holds all layers in a [`ModelCache`](cache::ModelCache) and encodes its steps itself, with `wgpu::ModelStep`
-//! or `cuda::ModelStep`: see the examples `serving`, `engine_integration` and `engine_graph`.
+//! or `cuda::ModelStep`: see the examples `serving`, `policies`, `engine_integration` and `engine_graph`. The page
+//! [In an inference engine](https://github.com/kvpack/kvpack/blob/main/docs/engines.md) explains the calls.
 //!
 //! # Layers
 //!
@@ -67,7 +68,7 @@
 //! | [`cpu`] | every kernel on the CPU: the reference of the tests, and the backend on machines without a GPU |
 //! | `wgpu` | every kernel in WGSL, on an engine's own device |
 //! | `cuda` | the kernels in CUDA C++, on an engine's own stream |
-//! | [`cache`] | [`KvCache`] and recipes |
+//! | [`cache`] | [`KvCache`], [`ModelCache`](cache::ModelCache), recipes |
 //! | [`ranks`] | one sequence over several devices: which rank holds what, exchange and merge of attention states |
 //! | [`conformance`] | the registry of checks that tests and `kvpack check` share, and the decode steps of `kvpack bench` |
 //!
@@ -85,6 +86,7 @@
 //! | --- | --- | --- |
 //! | `wgpu` | yes | the module `wgpu`. kvpack enables none of wgpu's own backends: the program chooses `vulkan`, `metal`, `dx12` or `webgpu` among the features of its wgpu 30 |
 //! | `cuda` | no | the module `cuda`. Building does not need CUDA; the driver and NVRTC are loaded at run time |
+//! | `nccl` | no | ranks over NCCL, which is loaded at run time, and `cuda`. Ranks over peer memory need `cuda` alone |
 //!
 //! Without them, the CPU backend is the only one.
 //!

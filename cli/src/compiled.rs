@@ -26,8 +26,9 @@ pub fn open(device: &wgpu::Device) -> Option<wgpu::PipelineCache> {
     }
     let path = folder()?.join(wgpu::util::pipeline_cache_key(&device.adapter_info())?);
     let data = files::read(&path, MOST_BYTES).ok();
-    // SAFETY: the data come from `keep` of an earlier process, in a file of the user's own cache folder that has the name
-    // of this adapter; wgpu checks their header, and falls back to an empty cache where driver or version are others.
+    // SAFETY: the data come from `keep` of an earlier process, in a file of the user's own cache folder that has the
+    // name of this adapter; wgpu checks their header, and falls back to an empty cache where driver or version are
+    // others.
     let cache = unsafe {
         device.create_pipeline_cache(&wgpu::PipelineCacheDescriptor {
             label: Some("kvpack"),

@@ -215,7 +215,8 @@ pub enum Error {
     },
 
     /// A call that submits commands of its own, while an engine has not submitted the steps that it encoded over the
-    /// same pages: it would overtake them. Nothing has changed. Only wgpu has this error: a CUDA stream keeps the order.
+    /// same pages: it would overtake them. Nothing has changed. Only wgpu has this error: a CUDA stream keeps the
+    /// order.
     #[error(
         "{what}: {steps} encoded steps of this cache are not submitted, so its pages do not hold what the cache says. \
          Submit their command buffers, or drop them, and call again"

@@ -155,8 +155,8 @@ pub struct AttentionStates<T> {
 /// The states of the same queries over several parts of their tokens: one part after the other in the same tensors.
 #[derive(Debug)]
 pub struct StateParts<'a, T> {
-    /// Outputs f32 `[parts, rows, query_heads, head_dim]` and log-sum-exps f32 `[parts, rows, query_heads]`. The tensors
-    /// may be longer.
+    /// Outputs f32 `[parts, rows, query_heads, head_dim]` and log-sum-exps f32 `[parts, rows, query_heads]`. The
+    /// tensors may be longer.
     pub states: &'a AttentionStates<T>,
     /// Parts, at least 1. They share no tokens.
     pub parts: usize,
@@ -305,13 +305,14 @@ pub trait Attention: Storage {
     ) -> impl Future<Output = Result<AttentionStates<Self::Tensor>>>;
 
     /// Kernel `merge_parts`: merges the states of the same queries over parts that share no tokens, into the first rows
-    /// of tensors of the caller. `output` is `[rows, query_heads, head_dim]`, and its element type is used; `lse` is f32
-    /// `[rows, query_heads]`. They share no memory with the parts. It is enqueued. On CUDA it allocates nothing once it
-    /// ran.
+    /// of tensors of the caller. `output` is `[rows, query_heads, head_dim]`, and its element type is used; `lse` is
+    /// f32 `[rows, query_heads]`. They share no memory with the parts. It is enqueued. On CUDA it allocates nothing
+    /// once it ran.
     ///
     /// Parts count in their order, so that the same parts give the same bits. A part with a log-sum-exp of −∞ is empty
-    /// and has no weight, whatever its output, NaN included. If all parts are empty, the output is 0 and the log-sum-exp
-    /// −∞. One part alone is copied. [`Attention::merge`] is the same with two parts in tensors of their own.
+    /// and has no weight, whatever its output, NaN included. If all parts are empty, the output is 0 and the
+    /// log-sum-exp −∞. One part alone is copied. [`Attention::merge`] is the same with two parts in tensors of their
+    /// own.
     ///
     /// # Errors
     /// Those of [`StateParts::check`]; [`Buffer`](crate::Error::Buffer) for states that are not f32;

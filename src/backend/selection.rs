@@ -253,8 +253,8 @@ pub trait TokenSelection: Storage {
     ) -> Result<Option<Self::Words>>;
 
     /// Begins to copy arrays to the host: queues the copies behind all submitted work, and waits for nothing. What
-    /// [`Storage::finish_reads`] returns are their bytes, in this order. `stores` are read by the kernels that write the
-    /// words.
+    /// [`Storage::finish_reads`] returns are their bytes, in this order. `stores` are read by the kernels that write
+    /// the words.
     ///
     /// # Errors
     /// [`NotSubmitted`](crate::Error::NotSubmitted) when an engine has encoded kernels that read the stores and not

@@ -335,13 +335,13 @@ impl<B: Backend> KvCache<B> {
     /// Attends to all tokens of all sequences, with one query per sequence.
     ///
     /// `queries` are `[sequences, query_heads, head_dim]` and so is the output. Scores are `q·k/√head_dim`; those of
-    /// packed spans are calibrated if the recipe says so. The output of a sequence without tokens is 0. A query head that
-    /// holds a NaN or an infinity, or numbers so large that a score is +∞, has NaN in all its outputs; other heads and
-    /// sequences are as they would be without it.
+    /// packed spans are calibrated if the recipe says so. The output of a sequence without tokens is 0. A query head
+    /// that holds a NaN or an infinity, or numbers so large that a score is +∞, has NaN in all its outputs; other heads
+    /// and sequences are as they would be without it.
     ///
     /// # Errors
-    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from the
-    /// device.
+    /// [`Error::Elements`] when the queries have another shape, [`Error::OutOfMemory`] or [`Error::DeviceLost`] from
+    /// the device.
     pub async fn attend(&self, queries: &B::Tensor, output: ElementType) -> Result<B::Tensor> {
         let all: Vec<usize> = (0..self.sequences()).collect();
         self.attend_to(&all, queries, output).await
@@ -358,8 +358,8 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Attends with query runs, which are contiguous in `queries`. Queries and output are `[queries, query_heads,
-    /// head_dim]`, with the queries of all runs. Decoding sequences may be mixed with chunks of prompts. Each query of a
-    /// causal run sees the tokens up to its own.
+    /// head_dim]`, with the queries of all runs. Decoding sequences may be mixed with chunks of prompts. Each query of
+    /// a causal run sees the tokens up to its own.
     ///
     /// # Errors
     /// As [`KvCache::plan`] and [`KvCache::attend`].

@@ -122,8 +122,8 @@ impl Mixture {
     }
 
     /// The store of every chunk, given the similarities of the chunks' embeddings with the query's. `cocktail` uses
-    /// [`chunk_search`], `mix=` ranks the chunks ([`chunk_shares`]). With the option `search=none` as many chunks get each
-    /// store, and which they are does not depend on similarities.
+    /// [`chunk_search`], `mix=` ranks the chunks ([`chunk_shares`]). With the option `search=none` as many chunks get
+    /// each store, and which they are does not depend on similarities.
     ///
     /// # Errors
     /// As [`chunk_search`] and [`chunk_shares`].

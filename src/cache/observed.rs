@@ -180,7 +180,8 @@ impl<B: Backend> ObservedPrompt<B> {
         self.columns
     }
 
-    /// Holds a layer that was checked, and that ranks have measured: column sums, and the counts if they were requested.
+    /// Holds a layer that was checked, and that ranks have measured: column sums, and the counts if they were
+    /// requested.
     pub(crate) fn hold(
         &mut self,
         layer: usize,

@@ -26,7 +26,8 @@ pub struct ObservedParts<B: Backend> {
     spans: Spans,
     /// The measured query rows; `None` if nothing is measured.
     rows: Option<QueryPositions>,
-    /// What is summed up. Where the policy takes the maximum over heads, the sums of each are kept until all parts came.
+    /// What is summed up. Where the policy takes the maximum over heads, the sums of each are kept until all parts
+    /// came.
     columns: ColumnRequest,
     sequence: usize,
     /// Position of the prompt's first token.
@@ -61,8 +62,8 @@ pub struct PartQueries<'a, T> {
     /// The queries of all rows of the step, `[rows, query_heads, head_dim]`, after rotary embedding. The layout has one
     /// head per query head.
     pub queries: TensorRows<'a, T>,
-    /// The natural log-sum-exps that the step wrote (`ModelStep::with_log_sum_exps`), f32 `[rows, query_heads]`: keys are
-    /// then read once instead of twice. Recipes with a centre have none, and policies that count entries
+    /// The natural log-sum-exps that the step wrote (`ModelStep::with_log_sum_exps`), f32 `[rows, query_heads]`: keys
+    /// are then read once instead of twice. Recipes with a centre have none, and policies that count entries
     /// ([`Policy::threshold`]) do not use them.
     pub log_sum_exps: Option<&'a T>,
 }
@@ -80,9 +81,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// the text and the images of the whole prompt. [`ModelCache::compress_parts`] has an example.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence; [`Error::NoTextAfterImage`] when the policy measures the text
-    /// after the image and there is none; [`Error::Selection`] when layers differ in KV heads; [`Error::Unsupported`]
-    /// when layers have a sliding window; [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// [`Error::Sequence`] when there is no such sequence; [`Error::NoTextAfterImage`] when the policy measures the
+    /// text after the image and there is none; [`Error::Selection`] when layers differ in KV heads;
+    /// [`Error::Unsupported`] when layers have a sliding window; [`Error::OutOfMemory`] or [`Error::Limit`].
     pub async fn observe_parts(&self, sequence: usize, policy: Policy, spans: Spans) -> Result<ObservedParts<B>> {
         let (start, rows, columns) = (self.length(sequence)?, policy.query_rows(&spans)?, added_columns(&policy));
         let shapes = self.shapes();
@@ -166,10 +167,10 @@ impl<B: Backend> ObservedParts<B> {
         self.sequence = sequence;
     }
 
-    /// Measures what the policy needs of the part that the open step appends, in one layer: once the step's attention in
-    /// the layer is queued, and in every step with a part of the prompt. It queues kernels and waits for nothing. Through
-    /// wgpu it submits them, unless `Wgpu::record` takes them for the pass of the engine. Where no query of the part is
-    /// measured it does nothing.
+    /// Measures what the policy needs of the part that the open step appends, in one layer: once the step's attention
+    /// in the layer is queued, and in every step with a part of the prompt. It queues kernels and waits for nothing.
+    /// Through wgpu it submits them, unless `Wgpu::record` takes them for the pass of the engine. Where no query of the
+    /// part is measured it does nothing.
     ///
     /// A step that was measured is to be committed. If it is abandoned, or the kernels are not submitted, the prompt
     /// has to be observed from its beginning.
@@ -304,8 +305,8 @@ impl<B: Backend> ObservedParts<B> {
         }
     }
 
-    /// Lets the device choose the tokens that stay, of the number that every layer may keep. It queues kernels and waits
-    /// for nothing.
+    /// Lets the device choose the tokens that stay, of the number that every layer may keep. It queues kernels and
+    /// waits for nothing.
     ///
     /// # Errors
     /// [`Error::Selection`] when parts are missing or counts were not read, and those of [`Policy::budgets`].

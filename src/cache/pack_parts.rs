@@ -16,9 +16,9 @@ use crate::{Error, Result};
 impl<B: Backend + Clone> ModelCache<B> {
     /// Stores what a policy keeps of a prompt whose parts were appended in f16, in every layer, in place of them: as
     /// [`ModelCache::compress`] does with a prompt that lies in dense tensors. It queues kernels and waits for nothing,
-    /// and it uploads nothing. Through wgpu it submits them, unless `Wgpu::record` takes them for the pass of the engine:
-    /// the pass of the last part, for a policy that [needs no counts](ObservedParts::needs_counts). Tokens that were
-    /// decoded since the last part stay behind the prompt.
+    /// and it uploads nothing. Through wgpu it submits them, unless `Wgpu::record` takes them for the pass of the
+    /// engine: the pass of the last part, for a policy that [needs no counts](ObservedParts::needs_counts). Tokens that
+    /// were decoded since the last part stay behind the prompt.
     ///
     /// The cache needs room for the kept tokens in addition to the prompt's: [`ModelCache::reserve_for_parts`].
     ///
@@ -59,8 +59,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Plan`] when a step is open, or the sequence holds another prompt or only a part of it;
-    /// [`Error::Selection`] when parts were not observed or counts were not read; [`Error::NoRoom`] when the kept tokens
-    /// do not fit in addition to the prompt. The cache is as it was.
+    /// [`Error::Selection`] when parts were not observed or counts were not read; [`Error::NoRoom`] when the kept
+    /// tokens do not fit in addition to the prompt. The cache is as it was.
     pub fn compress_parts(&mut self, prompt: &mut ObservedParts<B>) -> Result<()> {
         self.check_no_step()?;
         if !prompt.shapes().eq(self.shapes()) {
@@ -108,8 +108,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     }
 
     /// Stores a prompt whose parts were appended in f16 as these spans, in every layer, in place of them: chunks in the
-    /// stores of a mixture ([`ChunkSpans::prompt`](super::ChunkSpans::prompt)), or tokens of the engine's own choice. The
-    /// tokens of spans count from the prompt's first. It queues kernels and waits for nothing, and uploads nothing.
+    /// stores of a mixture ([`ChunkSpans::prompt`](super::ChunkSpans::prompt)), or tokens of the engine's own choice.
+    /// The tokens of spans count from the prompt's first. It queues kernels and waits for nothing, and uploads nothing.
     /// Through wgpu it submits them, unless `Wgpu::record` takes them for the pass of the engine.
     ///
     /// The cache needs room for the spans in addition to the prompt's: [`ModelCache::reserve_for_prefill`].
@@ -181,8 +181,8 @@ impl<B: Backend + Clone> ModelCache<B> {
 }
 
 impl<B: Backend> LayerGroup<B> {
-    /// Opens a change that replaces a prompt by what is kept of it, and writes it in every layer. On an error nothing has
-    /// changed.
+    /// Opens a change that replaces a prompt by what is kept of it, and writes it in every layer. On an error nothing
+    /// has changed.
     fn keep_of_parts(
         &mut self,
         (sequence, start): (usize, usize),

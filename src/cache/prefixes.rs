@@ -12,8 +12,8 @@ use crate::{Error, Result};
 /// Prefixes of prompts that a [`ModelCache`] keeps in sequences of its own, so that requests which begin with the same
 /// tokens need not compute them again: a system prompt, the turns of a conversation, a document.
 ///
-/// Whole tiles of 128 tokens are kept, named by a hash of their tokens and of all before them. What has the same hash is
-/// compared token by token, so that a collision finds nothing wrong. Nothing is copied: pages are shared as by
+/// Whole tiles of 128 tokens are kept, named by a hash of their tokens and of all before them. What has the same hash
+/// is compared token by token, so that a collision finds nothing wrong. Nothing is copied: pages are shared as by
 /// [`ModelCache::fork`], and prefixes that share a beginning share its pages if one was found for the other. All of it
 /// happens on the host.
 ///
@@ -108,9 +108,9 @@ impl PrefixCache {
     }
 
     /// Keeps the whole tiles among the first tokens of a sequence, which are these. Call it once a prompt is stored, or
-    /// when a request is done, before its sequence is cleared. Returns the number of tokens that are kept: 0 where there
-    /// is no whole tile, a policy has evicted some of them, a layer gave some back behind its sliding window, or every
-    /// prefix is pinned.
+    /// when a request is done, before its sequence is cleared. Returns the number of tokens that are kept: 0 where
+    /// there is no whole tile, a policy has evicted some of them, a layer gave some back behind its sliding window, or
+    /// every prefix is pinned.
     ///
     /// # Errors
     /// [`Error::Plan`] when the sequence has fewer tokens, a step is open, or it is one of those that hold prefixes;

@@ -96,8 +96,8 @@ impl<B: Backend> ModelCache<B> {
         }
         if rows == 0 || rows > appended {
             return reject(format!(
-                "{rows} query rows, of {appended} tokens appended since the sequence was compressed; bring at least one row, \
-                 and no more rows than tokens"
+                "{rows} query rows of the {appended} tokens that were appended since the sequence was compressed; bring at \
+                 least one row, and no more rows than tokens"
             ));
         }
         Ok(rows)

@@ -37,8 +37,8 @@ impl TokenRun {
         Self { sequence, tokens: 1, kind: RunKind::Decode }
     }
 
-    /// A chunk of new tokens, at least one, that are stored as decoding stores them: drafts, or a text under evaluation.
-    /// The step packs no window, so that the chunk's own queries still see it in f16.
+    /// A chunk of new tokens, at least one, that are stored as decoding stores them: drafts, or a text under
+    /// evaluation. The step packs no window, so that the chunk's own queries still see it in f16.
     pub const fn chunk(sequence: usize, tokens: usize) -> Self {
         Self { sequence, tokens, kind: RunKind::Chunk }
     }
@@ -60,8 +60,8 @@ impl TokenRun {
     }
 
     /// A prompt or a part of one, at least one token, of which nothing is packed yet: it stays in f16 pages, whatever
-    /// the recipe, and its queries see it and the parts before it in f16. Once all parts are there, the engine says what
-    /// is stored of them: [`ModelCache::compress_parts`](super::ModelCache::compress_parts) what a policy keeps,
+    /// the recipe, and its queries see it and the parts before it in f16. Once all parts are there, the engine says
+    /// what is stored of them: [`ModelCache::compress_parts`](super::ModelCache::compress_parts) what a policy keeps,
     /// [`ModelCache::pack_parts`](super::ModelCache::pack_parts) spans in stores of the engine's choice, such as those
     /// of a mixture. Until then the tokens can be swapped out, truncated and forked as others; as bytes
     /// ([`ModelCache::swapped_to_bytes`](super::ModelCache::swapped_to_bytes)) they become tokens that stay in f16.

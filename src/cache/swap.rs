@@ -148,9 +148,9 @@ impl<B: Backend> KvCache<B> {
     /// Restores a swapped sequence, bit for bit, in an empty sequence, the same or another.
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or a centre, or the other
-    /// was taken out of a cache of another shape or recipe, [`Error::NoRoom`] or [`Error::OutOfMemory`] when it does not
-    /// fit. The cache is as it was.
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when it holds tokens or a centre, or the
+    /// other was taken out of a cache of another shape or recipe, [`Error::NoRoom`] or [`Error::OutOfMemory`] when it
+    /// does not fit. The cache is as it was.
     pub async fn swap_in(&mut self, sequence: usize, swapped: &SwappedSequence<B::Indices>) -> Result<()> {
         let parts = swapped.parts_of(std::slice::from_ref(&self.group))?;
         swap_in(std::slice::from_mut(&mut self.group), sequence, &parts, self.budget).await

@@ -32,8 +32,8 @@ const FIRST_BEGINNING: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WriteLimits {
     tokens: usize,
-    /// Tokens for the f16 store where appended tokens go elsewhere: parts of prompts. At least 1, so that kernels can be
-    /// prepared before there is one.
+    /// Tokens for the f16 store where appended tokens go elsewhere: parts of prompts. At least 1, so that kernels can
+    /// be prepared before there is one.
     staged: usize,
     copies: usize,
     centres: usize,
@@ -92,8 +92,8 @@ impl GroupTable {
         self.table.set(writes)
     }
 
-    /// How often the table was filled: as long as this stays, it is the table of the step that filled it last, or of one
-    /// that [went on](GroupTable::move_on) from there.
+    /// How often the table was filled: as long as this stays, it is the table of the step that filled it last, or of
+    /// one that [went on](GroupTable::move_on) from there.
     pub(super) const fn fillings(&self) -> u64 {
         self.fillings
     }

@@ -18,8 +18,8 @@ use crate::plan::{Elements, RowLayout, TokenWrite, append_table};
 /// are stored as zeros.
 ///
 /// # Errors
-/// [`Error::NoTokens`] for none, [`Error::Plan`] when the format does not take single tokens, a token, page or slot does
-/// not exist, or two tokens go into one slot, [`Error::Limit`] when there are more than a step counts,
+/// [`Error::NoTokens`] for none, [`Error::Plan`] when the format does not take single tokens, a token, page or slot
+/// does not exist, or two tokens go into one slot, [`Error::Limit`] when there are more than a step counts,
 /// [`Error::Elements`] when keys or values are shorter than their layout requires. On an error the store is unchanged.
 ///
 /// [`Error::NoTokens`]: crate::Error::NoTokens

@@ -11,8 +11,8 @@ use crate::plan::{Elements, RowLayout, TokenRange, WindowMove, windows_table};
 /// [`dequantize`](super::dequantize()) and [`quantize`](super::quantize()), page by page.
 ///
 /// # Errors
-/// [`Error::Plan`] when the first store is not f16 or its shape differs from the second, pages or slots do not exist, or
-/// two windows go to one place, [`Error::Limit`] when there are more than a step counts. On an error both stores are
+/// [`Error::Plan`] when the first store is not f16 or its shape differs from the second, pages or slots do not exist,
+/// or two windows go to one place, [`Error::Limit`] when there are more than a step counts. On an error both stores are
 /// unchanged.
 ///
 /// [`Error::Plan`]: crate::Error::Plan

@@ -202,8 +202,8 @@ impl Density {
         (0..count).map(|i| at(sums.partition_point(|&below| below < (i as f64 + 0.5) / count as f64 * sum))).collect()
     }
 
-    /// One step towards the fixed point: Newton's, whose equations are tridiagonal, as the mean of a cell moves with the
-    /// level and its two neighbours alone. Where that would leave the order of the levels, the means themselves
+    /// One step towards the fixed point: Newton's, whose equations are tridiagonal, as the mean of a cell moves with
+    /// the level and its two neighbours alone. Where that would leave the order of the levels, the means themselves
     /// (Lloyd's), which come nearer from everywhere and take hundreds of thousands of steps at 8 bits.
     fn next_levels(&self, levels: &[f64]) -> Vec<f64> {
         let last = levels.len() - 1;

@@ -24,8 +24,8 @@
 //!
 //! Words are ordered for coalesced 16-byte loads:
 //! - key tile: `[word group][token]` of vectors of [`TileLayout::key_vector`] words, the widest of 4, 2, 1 that divides
-//!   the row, or 3 words at 3 bits. A row that fills no whole word (head_dim 80 at 1 bit), or vector of three, is padded
-//!   with zero bits;
+//!   the row, or 3 words at 3 bits. A row that fills no whole word (head_dim 80 at 1 bit), or vector of three, is
+//!   padded with zero bits;
 //! - value tile: `[word group][channel]` of vectors of 4 words, or 3 at 3 bits.
 
 use super::{HEAD_DIMS, TILE_TOKENS, TensorFormat};

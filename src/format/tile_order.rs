@@ -22,11 +22,11 @@ pub enum TileOrder {
     /// | key of 1 bit | the same | the same, at bit `4e + j % 4 + 16(j / 4)` |
     /// | value of 8, 4, 2, 1 bits | 32 tokens × 16 channels | token `32m + 16(e & 1) + 8(r >> 1) + 2c + (e >> 1)`, channel `16f + g + 8(r & 1)`, at bit `8e + bits · j` |
     ///
-    /// Tiles of f16 are matrices of 8 rows by 8 halves, one row after the other, 128 bytes each: the operands of `wgmma`
-    /// in shared memory, and of `ldmatrix`, which makes fragments of them. With `channels` as stored, the key of `token`
-    /// and `channel` is in matrix `token / 8 · channels / 8 + channel / 8`, row `token % 8`, column `channel % 8`; the
-    /// value is in matrix `(token / 16 · channels / 8 + channel / 8) · 2 + token / 8 % 2`, row `channel % 8`, column
-    /// `token % 8`.
+    /// Tiles of f16 are matrices of 8 rows by 8 halves, one row after the other, 128 bytes each: the operands of
+    /// `wgmma` in shared memory, and of `ldmatrix`, which makes fragments of them. With `channels` as stored, the key
+    /// of `token` and `channel` is in matrix `token / 8 · channels / 8 + channel / 8`, row `token % 8`, column `channel
+    /// % 8`; the value is in matrix `(token / 16 · channels / 8 + channel / 8) · 2 + token / 8 % 2`, row `channel % 8`,
+    /// column `token % 8`.
     ///
     /// At 3 bits, the tile of the low two bits of all codes, laid out as at 2 bits, is followed by the tile of their
     /// top bits. In both, byte `e` of plane `j` begins at bit `8e + bits · j`.
@@ -40,8 +40,8 @@ impl TileOrder {
     /// The place of the element of `channel` at `token` of a tile.
     ///
     /// # Errors
-    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`](super::HEAD_DIMS), [`Error::Plan`] when a tile has no
-    /// such token or channel.
+    /// [`Error::HeadDim`] when `head_dim` is not one of [`HEAD_DIMS`](super::HEAD_DIMS), [`Error::Plan`] when a tile
+    /// has no such token or channel.
     pub fn field(
         self,
         which: KeyOrValue,

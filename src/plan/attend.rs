@@ -123,8 +123,8 @@ impl StorePart {
 ///
 /// It is not cut into pieces of work: every backend cuts it for itself, by how much of it the device runs at once. What
 /// is in it was checked, and cannot be changed: spans have exactly their pages, what queries see is known of every
-/// span, and all counts fit the 32-bit words of the kernels. A query that sees no token has the output 0 and the log-sum-exp
-/// −∞, or that of its sink.
+/// span, and all counts fit the 32-bit words of the kernels. A query that sees no token has the output 0 and the
+/// log-sum-exp −∞, or that of its sink.
 ///
 /// ```
 /// use kvpack::plan::{AttendPlan, Page, QueryRun, SpanView, StoreView};

@@ -9,8 +9,8 @@ use super::work::{Dispatch, StoreWork, Work, WorkItem};
 use crate::format::TILE_TOKENS;
 
 impl AttendPlan {
-    /// Whether another plan only adds tokens to this one, within the last pages of spans, for queries that are alone and
-    /// see all of their sequence.
+    /// Whether another plan only adds tokens to this one, within the last pages of spans, for queries that are alone
+    /// and see all of their sequence.
     fn grows_to(&self, other: &Self) -> bool {
         let alone = |run: &PlannedRun| run.run.queries == 1 && run.run.visible == Visible::All;
         let same_run = |(one, other): (&PlannedRun, &PlannedRun)| {
@@ -129,8 +129,8 @@ impl Ends {
 }
 
 impl Work {
-    /// Makes the work of a plan that of another which it [grows to](AttendPlan::grows_to), if items have the same order,
-    /// and lists what grew. Otherwise the work is of no use any more.
+    /// Makes the work of a plan that of another which it [grows to](AttendPlan::grows_to), if items have the same
+    /// order, and lists what grew. Otherwise the work is of no use any more.
     fn grow(&mut self, plan: &AttendPlan, other: &AttendPlan, ends: &mut Ends) -> bool {
         let segments = other.segments.iter().zip(&plan.segments).zip(&mut self.segments).enumerate();
         segments.into_iter().all(|(segment, ((to, from), work))| work.grow(segment, (from, to), ends))

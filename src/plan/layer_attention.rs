@@ -34,8 +34,8 @@ impl LayerAttention {
     }
 
     /// The same with a window of `left` positions before a query's own. Plans refuse 0. A cache gives back pages whose
-    /// tokens lie behind the window of the next query, but for the newest 128 of them, so that as many tokens of a draft
-    /// can be taken back.
+    /// tokens lie behind the window of the next query, but for the newest 128 of them, so that as many tokens of a
+    /// draft can be taken back.
     #[must_use]
     pub fn with_window(self, left: usize) -> Self {
         Self { left: Some(left), ..self }

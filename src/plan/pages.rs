@@ -40,8 +40,8 @@ impl PageAllocator {
     /// Adds a shard of `pages` pages.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the host has no room for their tables, [`Error::Limit`] when 32 bits do not count the
-    /// shards; nothing is added then.
+    /// [`Error::OutOfMemory`] when the host has no room for their tables, [`Error::Limit`] when 32 bits do not count
+    /// the shards; nothing is added then.
     pub fn add_shard(&mut self, pages: u32) -> Result<()> {
         in_32_bits("shards of a store", self.shards.len())?;
         let holders = filled("books of pages", pages as usize, 0)?;

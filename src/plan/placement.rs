@@ -43,8 +43,8 @@ impl Placement {
         Ok(Self { ranks, turn: TILE_TOKENS })
     }
 
-    /// The same with turns of this many pages. Longer turns are fewer spans for the host to plan; up to a turn of tokens
-    /// lies on one rank more than on another.
+    /// The same with turns of this many pages. Longer turns are fewer spans for the host to plan; up to a turn of
+    /// tokens lies on one rank more than on another.
     ///
     /// # Errors
     /// [`Error::Limit`] unless a turn has at least one page and no more than a sequence.

@@ -12,8 +12,8 @@ pub struct Split {
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,
-    /// Maximum number of tiles in an item, rounded up to `tile_step`. The GPU kernels take 64. Items for many queries of
-    /// a long prompt may have four times as many.
+    /// Maximum number of tiles in an item, rounded up to `tile_step`. The GPU kernels take 64. Items for many queries
+    /// of a long prompt may have four times as many.
     pub max_tiles: usize,
 }
 

@@ -1,9 +1,9 @@
 //! Spread blocks: many neighbouring queries that workgroups take one by one, or a few at a time, from one item.
 //!
 //! A prompt of which a workgroup takes one query has as many queries as tokens. An item of its own for each would take
-//! the host longer than the device takes for many prompts. The queries of a spread block begin in the same tile of every
-//! span, and end in the same tile. So their items are alike but for where they begin and end, by a token from one query
-//! to the next, and one item tells all of them.
+//! the host longer than the device takes for many prompts. The queries of a spread block begin in the same tile of
+//! every span, and end in the same tile. So their items are alike but for where they begin and end, by a token from one
+//! query to the next, and one item tells all of them.
 
 use super::attend::PlannedSpan;
 use super::blocks::{Block, Part, Spread};
@@ -40,8 +40,8 @@ fn until_end_leaves(to: i64, span: &PlannedSpan) -> i64 {
     }
 }
 
-/// Positions that the beginning can move from `from` on until it lies in another tile of a span, or is its first token's
-/// and moves on.
+/// Positions that the beginning can move from `from` on until it lies in another tile of a span, or is its first
+/// token's and moves on.
 fn until_start_leaves(from: i64, span: &PlannedSpan) -> i64 {
     let (start, end) = (span.start as i64, (span.start + span.tokens) as i64);
     match span.gathered {
@@ -106,8 +106,8 @@ mod tests {
         part.tokens.start + hidden..part.tokens.end - part.later.saturating_sub(query)
     }
 
-    /// Spans one after the other, some after positions of which none is left. A gathered one holds every other position,
-    /// or one alone.
+    /// Spans one after the other, some after positions of which none is left. A gathered one holds every other
+    /// position, or one alone.
     fn views<'a>(lengths: &[(usize, bool, usize)], pages: &'a [Page]) -> Vec<SpanView<'a>> {
         let mut start = 0;
         let span = |&(tokens, is_gathered, before): &(usize, bool, usize)| {

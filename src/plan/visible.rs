@@ -28,7 +28,8 @@ pub enum Visible {
         /// Intervals of positions, ascending and disjoint.
         spans: Arc<[Range<usize>]>,
     },
-    /// A query sees all positions before the newest ones, and of the newest ones those of a mask: tokens of a draft tree.
+    /// A query sees all positions before the newest ones, and of the newest ones those of a mask: tokens of a draft
+    /// tree.
     Tree(TreeMask),
 }
 
@@ -302,8 +303,8 @@ pub(super) struct Advance {
     pub queries: usize,
     /// Whether each sees one more position at the end than the one before it.
     pub moves: bool,
-    /// Where the window of the first begins, before position 0 for the first queries of a sequence. That of each further
-    /// one begins a position later.
+    /// Where the window of the first begins, before position 0 for the first queries of a sequence. That of each
+    /// further one begins a position later.
     pub window: Option<i64>,
 }
 

@@ -70,7 +70,8 @@ pub enum ItemMask {
     Start,
 }
 
-/// Work items that one dispatch takes: their pages lie in one shard, and a workgroup takes one query of each or several.
+/// Work items that one dispatch takes: their pages lie in one shard, and a workgroup takes one query of each or
+/// several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dispatch {
     /// The shard.

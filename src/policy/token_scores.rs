@@ -63,8 +63,8 @@ impl ScoreRequest<'_> {
         kv_heads.saturating_mul(self.group).saturating_mul(self.tokens())
     }
 
-    /// Checks that there is one sum for every token of `kv_heads` heads, or of every query head of a group, and that rows
-    /// and spans cover the same prompt.
+    /// Checks that there is one sum for every token of `kv_heads` heads, or of every query head of a group, and that
+    /// rows and spans cover the same prompt.
     ///
     /// # Errors
     /// [`Error::Elements`] or [`Error::Selection`].

@@ -43,8 +43,8 @@ pub struct VlCacheBudgets {
 ///
 /// # Errors
 /// [`Error::Budget`] when a ratio is not in 0 ..= 1, the bounds cross, or there are no layers or more than
-/// [`MOST_LAYERS`](crate::plan::MOST_LAYERS); [`Error::NotANumber`] when a sparsity is NaN; [`Error::Limit`] when the prompt is
-/// longer than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
+/// [`MOST_LAYERS`](crate::plan::MOST_LAYERS); [`Error::NotANumber`] when a sparsity is NaN; [`Error::Limit`] when the
+/// prompt is longer than [`MOST_TOKENS`](crate::plan::MOST_TOKENS).
 pub fn vlcache_budgets(sparsity: &[f64], length: usize, alpha: f64, limits: VlCacheLimits) -> Result<VlCacheBudgets> {
     let target = total_budget(sparsity.len(), length, alpha)?;
     budgets_to_target(sparsity, length, alpha, limits, target)

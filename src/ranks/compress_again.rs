@@ -211,8 +211,8 @@ where
         self.agree("tokens to keep", written).await
     }
 
-    /// The wanted rows of a layer, keys and then values, `[kv_heads, wanted, head_dim]`: those that this rank holds, and
-    /// zeros for the others.
+    /// The wanted rows of a layer, keys and then values, `[kv_heads, wanted, head_dim]`: those that this rank holds,
+    /// and zeros for the others.
     async fn rows_of_rank(
         &self,
         (layer, sequence): (usize, usize),

@@ -15,8 +15,8 @@ use crate::{Error, Result};
 /// exchange of attention states with the others.
 ///
 /// Every rank makes the same calls with the same arguments: the same runs, forks, truncations. Every rank passes the
-/// keys, values and queries of all new tokens, and stores those that the [`Placement`] gives it. A step goes like that of
-/// a [`ModelCache`]. What attention returns is the same on all ranks, bit for bit, and that of all tokens.
+/// keys, values and queries of all new tokens, and stores those that the [`Placement`] gives it. A step goes like that
+/// of a [`ModelCache`]. What attention returns is the same on all ranks, bit for bit, and that of all tokens.
 ///
 /// Calls that attend, and those that say so, exchange something and wait for the other ranks. All others work on the
 /// rank alone. See [`Transport`] for what happens when a rank fails: the step is abandoned, and
@@ -204,8 +204,8 @@ where
     }
 
     /// Stores what this rank is to hold of the open step's tokens in one layer. Keys and values are those of all tokens
-    /// of the step; of tokens that other ranks hold they are not read, but for the first keys of a sequence whose centre
-    /// is their mean.
+    /// of the step; of tokens that other ranks hold they are not read, but for the first keys of a sequence whose
+    /// centre is their mean.
     ///
     /// # Errors
     /// As [`ModelCache::store`].
@@ -220,8 +220,8 @@ where
     }
 
     /// Attends with the open step's queries in one layer to what all ranks hold, into a tensor of the layout of the
-    /// queries, whose element type is used. Exchanges the states of all ranks. Allocates where a step has more rows than
-    /// any before; [`reserve_rows`](ContextParallel::reserve_rows) does so ahead.
+    /// queries, whose element type is used. Exchanges the states of all ranks. Allocates where a step has more rows
+    /// than any before; [`reserve_rows`](ContextParallel::reserve_rows) does so ahead.
     ///
     /// # Errors
     /// As [`ModelCache::attend_states`]; [`Error::Elements`] when the output is shorter than the queries;
@@ -230,8 +230,8 @@ where
         self.merge(layer, queries, output, None).await
     }
 
-    /// [`ContextParallel::attend_into`] that also returns the log-sum-exps, f32 `[rows, query_heads]`, to be merged with
-    /// attention over tokens that no rank holds.
+    /// [`ContextParallel::attend_into`] that also returns the log-sum-exps, f32 `[rows, query_heads]`, to be merged
+    /// with attention over tokens that no rank holds.
     ///
     /// # Errors
     /// As [`ContextParallel::attend_into`].

@@ -26,9 +26,9 @@ where
 
     /// Stores the part of a prompt that its policy keeps, at the end of a sequence, in every layer:
     /// [`ModelCache::compress`](crate::cache::ModelCache::compress). All ranks have the same statistics. Rank 0
-    /// decides, so that all keep the same. Of the tokens that a KV head keeps, a rank stores those whose place among them is its
-    /// own by the [`Placement`](super::Placement). Where evicted tokens are merged into kept ones, every rank merges
-    /// all, and stores its part. Waits for the others.
+    /// decides, so that all keep the same. Of the tokens that a KV head keeps, a rank stores those whose place among
+    /// them is its own by the [`Placement`](super::Placement). Where evicted tokens are merged into kept ones, every
+    /// rank merges all, and stores its part. Waits for the others.
     ///
     /// # Errors
     /// As [`ModelCache::compress`](crate::cache::ModelCache::compress), on this rank or another; [`Error::Transport`].

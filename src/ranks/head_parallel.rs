@@ -11,8 +11,8 @@ use crate::{Error, Result};
 /// parallelism does anyway.
 ///
 /// A rank has a cache of layers of [`shape`](HeadParallel::shape). Where its keys, values, queries and outputs lie in
-/// tensors of all heads, [`first_row`](HeadParallel::first_row) and [`queries`](HeadParallel::queries) name them. With more ranks
-/// than KV heads use [`ContextParallel`](super::ContextParallel), alone or between the ranks of a KV head.
+/// tensors of all heads, [`first_row`](HeadParallel::first_row) and [`queries`](HeadParallel::queries) name them. With
+/// more ranks than KV heads use [`ContextParallel`](super::ContextParallel), alone or between the ranks of a KV head.
 ///
 /// ```
 /// use kvpack::plan::{QueryLayout, RowLayout};

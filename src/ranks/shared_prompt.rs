@@ -14,7 +14,8 @@ use crate::plan::{Elements, RankShare, RowLayout};
 use crate::policy::{Policy, QueryPositions, Selection, Spans};
 
 /// A prompt that is passing through a model on several ranks: an [`ObservedPrompt`] of which every rank measures the
-/// keys at its positions. The statistics are exchanged layer by layer, so that all ranks have those of the whole prompt.
+/// keys at its positions. The statistics are exchanged layer by layer, so that all ranks have those of the whole
+/// prompt.
 ///
 /// Tensors are held until the prompt is dropped, as in an [`ObservedPrompt`].
 pub struct SharedPrompt<B: Backend> {

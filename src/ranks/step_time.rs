@@ -62,8 +62,8 @@ impl ReadTime {
     }
 }
 
-/// What an exchange of states takes: an all-gather between two ranks, measured at two sizes, and what every further rank
-/// adds.
+/// What an exchange of states takes: an all-gather between two ranks, measured at two sizes, and what every further
+/// rank adds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExchangeTime {
     two: Line,
@@ -103,8 +103,8 @@ impl ExchangeTime {
 
 /// The time of one layer's decode step, on one rank and on several.
 ///
-/// A rank takes as long as attention to the tokens that it stores; the longest counts. Then all gather the states of all,
-/// 4 bytes for every channel of every query head and its log-sum-exp. The merge is part of the exchange.
+/// A rank takes as long as attention to the tokens that it stores; the longest counts. Then all gather the states of
+/// all, 4 bytes for every channel of every query head and its log-sum-exp. The merge is part of the exchange.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepTime {
     /// Shape of the layer.

@@ -340,7 +340,7 @@ fn what_cannot_be_compressed_again_is_refused() {
     refused(block_on(cache.compress_again(2, &policy, &spans(100), &[])), "sequence 2");
     let unmeasured = Policy { rows: MeasuredRows::None, ..policy.clone() };
     refused(block_on(cache.compress_again(0, &unmeasured, &spans(100), &[])), "the best tokens need measured rows");
-    refused(compress_again(&mut cache, 0, &policy, (&tokens(101, 4), 101)), "101 query rows, of the 100 tokens");
+    refused(compress_again(&mut cache, 0, &policy, (&tokens(101, 4), 101)), "101 query rows of the 100 tokens");
     refused(compress_again(&mut cache, 0, &policy, (&appended, 0)), "row");
     let mut nan = tokens(100, 4);
     nan.queries[1].fill(f32::NAN);
@@ -348,7 +348,7 @@ fn what_cannot_be_compressed_again_is_refused() {
     assert!(state(&cache) == before);
     // Not again before something came.
     compress_again(&mut cache, 0, &policy, (&appended, 100)).unwrap();
-    refused(compress_again(&mut cache, 0, &policy, (&appended, 1)), "1 query rows, of the 0 tokens");
+    refused(compress_again(&mut cache, 0, &policy, (&appended, 1)), "1 query rows of the 0 tokens");
     let run = [kvpack::cache::TokenRun::decode(0)];
     block_on(cache.reserve_for_append(&run)).unwrap();
     cache.begin_append(&run).unwrap();

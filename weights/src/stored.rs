@@ -1,8 +1,8 @@
 //! The order in which devices store a layer.
 //!
 //! Inputs are sorted by group and padded: each group becomes the same number of chunks of 32. A chunk is b words. Its
-//! codes come in 16 pairs, code 2j in the low half of a word and code 2j + 1 in the high half, at a bit that leaves them
-//! within the mantissa of an f16, or within it after a shift that serves several pairs. Four chunks are a step.
+//! codes come in 16 pairs, code 2j in the low half of a word and code 2j + 1 in the high half, at a bit that leaves
+//! them within the mantissa of an f16, or within it after a shift that serves several pairs. Four chunks are a step.
 
 use rayon::prelude::*;
 

@@ -21,8 +21,9 @@ use crate::provenance;
 /// Check that the kernels are right on this device; exit code 1 if any is not.
 ///
 /// Attention is compared with f64 over the stored data, everything else with the CPU reference. By default the checks
-/// cover every kernel once. --all runs every case: all shapes, formats and edge cases, which takes much longer. Rows are
-/// printed as they end. Several checks run at once, because most of their time is spent in the compiler of the driver.
+/// cover every kernel once. --all runs every case: all shapes, formats and edge cases, which takes much longer. Rows
+/// are printed as they end. Several checks run at once, because most of their time is spent in the compiler of the
+/// driver.
 #[derive(clap::Args)]
 pub struct CheckArgs {
     #[command(flatten)]
@@ -220,8 +221,8 @@ fn cell(row: &Support) -> String {
     }
 }
 
-/// Runs all checks, `jobs` at once, and hands their rows on in order, each as soon as those before it are there. An error
-/// of a check is its failure, but nothing more runs on a lost device.
+/// Runs all checks, `jobs` at once, and hands their rows on in order, each as soon as those before it are there. An
+/// error of a check is its failure, but nothing more runs on a lost device.
 fn run_all<B: Backend + Sync>(
     backend: &B,
     checks: &[Check],

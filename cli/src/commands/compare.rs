@@ -56,8 +56,8 @@ fn name_and_path(given: &str) -> (String, &Path) {
     }
 }
 
-/// The reports of a file. Benchmarks of one device are one report, however many processes they came from. Where one file
-/// has several devices, their names are added.
+/// The reports of a file. Benchmarks of one device are one report, however many processes they came from. Where one
+/// file has several devices, their names are added.
 fn named_apart(name: &str, reports: Vec<Measured>) -> Vec<(String, Measured)> {
     let mut apart: Vec<(String, Measured)> = Vec::new();
     for report in reports {

@@ -24,9 +24,9 @@ use crate::provenance;
 
 /// Show in a minute what packing costs on real keys and values, and how fast this device is with them.
 ///
-/// The demo evaluates every format on a dump and prints the best recipe of each size. The first and last 128 tokens stay
-/// in f16, as people use it; `kvpack eval --keep-first 128 --keep-last 128` prints every row of the same figures. Then
-/// one decode step is timed in f16 and in 4 bits, checked against f64 first.
+/// The demo evaluates every format on a dump and prints the best recipe of each size. The first and last 128 tokens
+/// stay in f16, as people use it; `kvpack eval --keep-first 128 --keep-last 128` prints every row of the same figures.
+/// Then one decode step is timed in f16 and in 4 bits, checked against f64 first.
 #[derive(clap::Args)]
 pub struct DemoArgs {
     /// A dump, see `kvpack eval --help` [default: the bundled one, three layers of SmolLM2-135M].

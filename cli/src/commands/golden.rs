@@ -12,9 +12,9 @@ use crate::print::{self, one_line, say};
 
 /// Compare kvpack with the outputs of reference implementations.
 ///
-/// Reads golden vectors, files with inputs and expected outputs, and runs them through the CPU kernels. Where there is a
-/// GPU, ops that have a wgpu kernel run through that too. With --backend cuda, attention of prompts runs through CUDA.
-/// Its other kernels are covered by `kvpack check`.
+/// Reads golden vectors, files with inputs and expected outputs, and runs them through the CPU kernels. Where there is
+/// a GPU, ops that have a wgpu kernel run through that too. With --backend cuda, attention of prompts runs through
+/// CUDA. Its other kernels are covered by `kvpack check`.
 #[derive(clap::Args)]
 pub struct GoldenArgs {
     /// Directory with `*.safetensors` files in the format of `tests/golden/README.md`.

@@ -29,7 +29,8 @@ pub use error::DumpError;
 pub use read::{parse, read};
 pub use write::write;
 
-/// The bundled dump: three layers of SmolLM2-135M over 1152 tokens of Moby Dick; cli/data/README.md says how it was made.
+/// The bundled dump: three layers of SmolLM2-135M over 1152 tokens of Moby Dick; cli/data/README.md says how it was
+/// made.
 const BUNDLED: &[u8] = include_bytes!("../../data/smollm2_kv.safetensors");
 
 /// What reports call the bundled dump.

@@ -131,8 +131,8 @@ impl Calibration {
         Ok(())
     }
 
-    /// The projections of a layer by AWQ: scales are folded into the norms, and those of `ffn_down` into `ffn_up`. Nothing
-    /// takes up scales of what attention returns.
+    /// The projections of a layer by AWQ: scales are folded into the norms, and those of `ffn_down` into `ffn_up`.
+    /// Nothing takes up scales of what attention returns.
     fn awq(
         &self,
         model: &mut Model,

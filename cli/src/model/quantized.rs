@@ -1,5 +1,5 @@
-//! Folders of quantised weights: the GGUF file that they belong to, and a checkpoint whose layers have the names of that
-//! file.
+//! Folders of quantised weights: the GGUF file that they belong to, and a checkpoint whose layers have the names of
+//! that file.
 
 use std::fs;
 use std::path::Path;

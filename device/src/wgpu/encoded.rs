@@ -108,7 +108,8 @@ impl Drop for EncodedStep {
 #[derive(Clone, Debug, Default)]
 pub struct Encoders(Arc<Mutex<Vec<Encoder>>>);
 
-/// The number of steps that somebody encoded, as long as there may be any: their commands may outlive what encoded them.
+/// The number of steps that somebody encoded, as long as there may be any: their commands may outlive what encoded
+/// them.
 #[derive(Clone, Debug)]
 struct Encoder {
     count: Weak<AtomicUsize>,

@@ -117,8 +117,8 @@ impl Kernels {
         &self.device
     }
 
-    /// Compiles every variant of `variants` that is missing, so that no later trusted launch compiles. A browser compiles all of
-    /// them concurrently, and this waits for them. Elsewhere they are compiled one after the other.
+    /// Compiles every variant of `variants` that is missing, so that no later trusted launch compiles. A browser
+    /// compiles all of them concurrently, and this waits for them. Elsewhere they are compiled one after the other.
     ///
     /// wgpu 30 cannot create pipelines asynchronously. In a browser `createComputePipeline` compiles in another
     /// process, so the page stays responsive.
@@ -177,8 +177,8 @@ impl Kernels {
         let checks = if reads_unclamped { Checks::Safe } else { checks };
         let module = match checks {
             Checks::Safe => self.device.create_shader_module(descriptor),
-            // SAFETY: Only `Launch::trusted` asks for this. Its caller vouches that the kernel indexes within the buffers
-            // that are bound, has no endless loop and never divides by zero, whatever the buffers contain.
+            // SAFETY: Only `Launch::trusted` asks for this. Its caller vouches that the kernel indexes within the
+            // buffers that are bound, has no endless loop and never divides by zero, whatever the buffers contain.
             Checks::Trusted => unsafe {
                 self.device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
             },

@@ -24,8 +24,8 @@ pub struct Launch {
 const MOST_TABLES: usize = 4;
 
 impl Launch {
-    /// Binds `buffers` to a variant, by their names in the shader. The kernel has all run-time checks of wgpu: it cannot
-    /// leave the buffers, and its loops end. Its workgroup memory is not cleared before it runs.
+    /// Binds `buffers` to a variant, by their names in the shader. The kernel has all run-time checks of wgpu: it
+    /// cannot leave the buffers, and its loops end. Its workgroup memory is not cleared before it runs.
     ///
     /// # Errors
     /// [`Error::Limit`] when the grid exceeds the workgroups that the device dispatches; [`Error::Plan`] when a buffer

@@ -63,8 +63,8 @@ impl Html {
         self.body += "</div>\n";
     }
 
-    /// Adds a table whose first column is text; what stands behind the first line of a cell is small. A row that is marked
-    /// stands out.
+    /// Adds a table whose first column is text; what stands behind the first line of a cell is small. A row that is
+    /// marked stands out.
     pub fn table(&mut self, header: &[&str], rows: impl IntoIterator<Item = (bool, Vec<String>)>) {
         self.body += "<div class=\"wide\"><table><thead><tr>";
         header.iter().for_each(|cell| self.body += &format!("<th>{}</th>", escaped(cell)));

@@ -1,5 +1,5 @@
-//! Steps of decoding that go on from the step before: every sequence gets a token in the slot behind its newest one, and
-//! nothing else changes. They look at neither spans nor pages.
+//! Steps of decoding that go on from the step before: every sequence gets a token in the slot behind its newest one,
+//! and nothing else changes. They look at neither spans nor pages.
 
 use super::super::Appended;
 use super::super::TokenRun;

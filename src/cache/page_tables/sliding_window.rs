@@ -11,8 +11,8 @@ use crate::{Error, Result};
 const TAKEN_BACK: usize = TILE_TOKENS;
 
 impl<I: TokenIndices + Clone> PageTables<I> {
-    /// Releases the pages of a sequence that no query from its end on sees, once the change is committed. Does nothing in
-    /// a layer that sees all.
+    /// Releases the pages of a sequence that no query from its end on sees, once the change is committed. Does nothing
+    /// in a layer that sees all.
     pub(super) fn release_behind_window(&mut self, change: &mut Change<I>, sequence: usize) {
         let Some(unseen) = self.unseen_behind_window(sequence) else { return };
         let Ok(positions) = TokenRange::new(0, unseen) else { return };

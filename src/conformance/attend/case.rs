@@ -102,14 +102,14 @@ pub enum DataKind {
     /// The same as [`DataKind::ChannelOffsets`] times 2^-12, and queries times 2^12: most steps of codes are at the
     /// smallest that f16 ranges hold ([`CodeRange::SMALLEST_STEP`](crate::format::CodeRange::SMALLEST_STEP)).
     Small,
-    /// The same as [`DataKind::ChannelOffsets`], each run of 32 tokens times a power of ten from 10^-6 to 10^3, in turn.
-    /// For packing only: the largest keys would have all the weight of attention.
+    /// The same as [`DataKind::ChannelOffsets`], each run of 32 tokens times a power of ten from 10^-6 to 10^3, in
+    /// turn. For packing only: the largest keys would have all the weight of attention.
     Magnitudes,
     /// Halves from 0 to 15, both of which occur in every eight tokens and channels: in ranges of 2 and 4 bits half of
     /// the elements lie in the middle between two levels. For packing only.
     Ties,
-    /// The same, each channel times a factor of its own, as f32 rounds it: quotients of elements and steps then lie next
-    /// to the middle between two levels, and only the products tell. For ranges of channels in f32.
+    /// The same, each channel times a factor of its own, as f32 rounds it: quotients of elements and steps then lie
+    /// next to the middle between two levels, and only the products tell. For ranges of channels in f32.
     UnevenTies,
 }
 

@@ -2,7 +2,7 @@
 
 use super::build::{GROUPS, RAGGED, affine, both, offsets, shape, slug};
 use super::case::{AttendCase, DataKind, Fill, InputLayout, Paging, RowOrder, SinkPlace, SpanCase, StoreCase};
-use super::{centred, formats, many_heads, query_precision, query_runs, read_path, small_values};
+use super::{centred, formats, lone_heads, many_heads, query_precision, query_runs, read_path, small_values};
 use crate::backend::QueryPrecision;
 use crate::format::{AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 use crate::plan::{ElementType, Split};
@@ -32,6 +32,7 @@ pub fn attend_cases() -> Vec<AttendCase> {
     cases.extend(centred::centred());
     cases.extend(small_values::small_values());
     cases.extend(read_path::read_path());
+    cases.extend(lone_heads::lone_heads());
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }

@@ -6,6 +6,7 @@ mod case;
 mod cases;
 mod centred;
 mod formats;
+mod lone_heads;
 mod many_heads;
 mod query_precision;
 mod query_runs;

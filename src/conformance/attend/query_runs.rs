@@ -127,8 +127,8 @@ fn wide_sinks() -> impl Iterator<Item = AttendCase> {
     })
 }
 
-/// Drafts of 2 to 16 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case has
-/// a window, and two have a sequence of 9000 tokens, which several blocks share.
+/// Drafts of 2 to 16 queries over packed tokens, with an f16 store and without. Batches have several lengths. One case
+/// has a window, and two have a sequence of 9000 tokens, which several blocks share.
 fn drafts() -> Vec<AttendCase> {
     let mut cases = Vec::new();
     for (name, group, head_dim, format) in [

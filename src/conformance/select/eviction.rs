@@ -117,7 +117,8 @@ impl EvictionCase {
             {
                 let key = &mut keys[self.layout().row(token, head)..][..head_dim];
                 let is_kept = token < self.kept;
-                // The channel that is small in one kept key and large in some evicted ones, which are nearest to that key.
+                // The channel that is small in one kept key and large in some evicted ones, which are nearest to that
+                // key.
                 let channel = if is_kept { token } else { (7 * token + head) % self.kept };
                 key.fill(if is_kept { 1.0 } else { -1.0 });
                 key[channel] *= if is_kept { 0.25 } else { 4.0 };

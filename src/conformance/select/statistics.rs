@@ -46,9 +46,21 @@ pub struct StatisticsCase {
 /// multiply where a device has them: rows that end within blocks of 16, more heads or rows than are multiplied at once,
 /// tokens beyond tiles.
 pub fn statistics_cases() -> Vec<StatisticsCase> {
-    use ElementType::{Bf16, F16, F32};
-    let last = |rows: u32, tokens: u32| (tokens - rows..tokens).collect::<Vec<u32>>();
-    let case = |name: &str, (query_heads, kv_heads, head_dim), tokens, positions, elements| StatisticsCase {
+    let mut cases = plain_cases();
+    cases.extend(halves_cases());
+    cases.iter_mut().zip(3000..).for_each(|(case, seed)| case.seed = seed);
+    cases
+}
+
+/// A case with the settings that most cases share.
+fn case(
+    name: &str,
+    (query_heads, kv_heads, head_dim): (usize, usize, usize),
+    tokens: usize,
+    positions: Vec<u32>,
+    elements: [ElementType; 2],
+) -> StatisticsCase {
+    StatisticsCase {
         name: format!("stats-{name}"),
         shape: AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels"),
         tokens,
@@ -60,9 +72,19 @@ pub fn statistics_cases() -> Vec<StatisticsCase> {
         equal_scores: false,
         seed: 0,
         quick: false,
-    };
+    }
+}
+
+/// The positions of the last rows.
+fn last(rows: u32, tokens: u32) -> Vec<u32> {
+    (tokens - rows..tokens).collect()
+}
+
+/// Cases of every layout, shape and way to join heads.
+fn plain_cases() -> Vec<StatisticsCase> {
+    use ElementType::{Bf16, F16, F32};
     let middle = (0..257).filter(|position| position % 16 == 1).collect();
-    let mut cases = vec![
+    vec![
         StatisticsCase { quick: true, ..case("one-token", (1, 1, 64), 1, vec![0], [F32, F32]) },
         StatisticsCase {
             aggregation: HeadAggregation::Each,
@@ -92,6 +114,13 @@ pub fn statistics_cases() -> Vec<StatisticsCase> {
             quick: true,
             ..case("equal-scores-threshold-100", (2, 1, 64), 200, last(20, 200), [F16, F16])
         },
+    ]
+}
+
+/// Cases of f16 keys, which kernels with cooperative matrices multiply.
+fn halves_cases() -> Vec<StatisticsCase> {
+    use ElementType::{Bf16, F16, F32};
+    vec![
         StatisticsCase {
             aggregation: HeadAggregation::Each,
             quick: true,
@@ -131,9 +160,7 @@ pub fn statistics_cases() -> Vec<StatisticsCase> {
             equal_scores: true,
             ..case("halves-equal-scores-threshold-0", (7, 1, 128), 70, last(40, 70), [F32, F16])
         },
-    ];
-    cases.iter_mut().zip(3000..).for_each(|(case, seed)| case.seed = seed);
-    cases
+    ]
 }
 
 /// The tensors of a case, with the layout of their rows.

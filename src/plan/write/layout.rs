@@ -149,8 +149,8 @@ impl WriteLayout {
         Ok(Self { shape, rows, stores, windows, packed_later: Vec::new() })
     }
 
-    /// The same for a first store whose tokens may be packed into these stores later, by other calls than steps, so that
-    /// no element may be too large for them.
+    /// The same for a first store whose tokens may be packed into these stores later, by other calls than steps, so
+    /// that no element may be too large for them.
     pub(crate) fn with_packed_later(self, stores: impl Iterator<Item = usize>) -> Self {
         Self { packed_later: stores.collect(), ..self }
     }
@@ -203,8 +203,8 @@ impl WriteLayout {
         ENTRY_WORDS * self.sections().map(|section| 1 + self.capacity(section)).sum::<usize>()
     }
 
-    /// The largest key or value that a store takes, including the stores that its tokens are packed into later. Larger elements count as
-    /// not finite. The limit is half as large for centred keys, because the centre may be as large.
+    /// The largest key or value that a store takes, including the stores that its tokens are packed into later. Larger
+    /// elements count as not finite. The limit is half as large for centred keys, because the centre may be as large.
     pub fn largest_element(&self, store: usize, which: KeyOrValue) -> f32 {
         let of = |store: &StoreCapacity| largest_element(store.format.tensor(which), &self.shape);
         let moved = self.windows.iter().filter(|pair| pair.from == store).map(|pair| pair.to);

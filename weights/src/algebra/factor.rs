@@ -108,8 +108,8 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.iter().sum::<f64>() + rest
 }
 
-/// The inverse of a lower triangle. Its stripes of columns need nothing of each other, so that each is one task: products
-/// with the few rows of a block do not keep many processors busy.
+/// The inverse of a lower triangle. Its stripes of columns need nothing of each other, so that each is one task:
+/// products with the few rows of a block do not keep many processors busy.
 fn lower_inverse(lower: &[f64], n: usize) -> Vec<f64> {
     let starts: Vec<usize> = (0..n).step_by(STRIPE).collect();
     let stripes: Vec<Vec<f64>> = starts.par_iter().map(|&from| inverse_stripe(lower, n, from)).collect();

@@ -118,7 +118,8 @@ impl StripLaunch {
         256 * self.bits.count() as usize + OUTPUTS * self.scale_bytes
     }
 
-    /// Weights and activations, which partial sums replace. Then the sums of the other block of a cluster, and a barrier.
+    /// Weights and activations, which partial sums replace. Then the sums of the other block of a cluster, and a
+    /// barrier.
     fn shared_bytes(&self) -> usize {
         let (most, shares) = (self.most_strips(), self.warps() / self.team());
         let weights = self.warps() * most.div_ceil(self.team()) * self.slot_bytes();

@@ -40,9 +40,9 @@ pub struct GptqOptions {
 pub enum Shrinkage {
     /// All, as in the published program.
     Never,
-    /// 1 - λ of them. λ is the expected square of what is chance over the square of what was seen, summed over all pairs
-    /// of inputs (Schäfer and Strimmer 2005), for tokens of a normal distribution: `λ = Σ (1 + r²) / (T · Σ r²)` with the
-    /// correlations r of the T tokens. It tends to 0 with many tokens.
+    /// 1 - λ of them. λ is the expected square of what is chance over the square of what was seen, summed over all
+    /// pairs of inputs (Schäfer and Strimmer 2005), for tokens of a normal distribution: `λ = Σ (1 + r²) / (T · Σ r²)`
+    /// with the correlations r of the T tokens. It tends to 0 with many tokens.
     ByTokens,
 }
 

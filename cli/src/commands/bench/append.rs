@@ -47,8 +47,8 @@ pub trait TimedStores: Backend {
         Ok(Median::of(samples))
     }
 
-    /// How long it takes to pack one full f16 page per sequence. The default is the wall clock of each call, where calls
-    /// return when their work is done.
+    /// How long it takes to pack one full f16 page per sequence. The default is the wall clock of each call, where
+    /// calls return when their work is done.
     ///
     /// # Errors
     /// Whatever the backend reports.

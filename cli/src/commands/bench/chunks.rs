@@ -4,7 +4,7 @@
 
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
-use kvpack::backend::{AttendOptions, FilledStores, NewSpan, SpanSource, TensorRows};
+use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource, TensorRows};
 use kvpack::conformance::{BatchFormat, BatchLengths, BatchPart, DecodeData, DecodeShape, PageOrder, Workload};
 use kvpack::plan::{Rows, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
@@ -184,14 +184,7 @@ async fn pack_rows<B: TimedSelection>(
 ) -> Result<Vec<PackRow>> {
     let prompt = Prompt::new(backend, shape, tokens, 1).await?;
     let formats: Vec<SegmentFormat> = mixture.parts().iter().map(|part| part.format).collect();
-    // The store of every chunk: no two neighbours of one store, as many chunks as the parts have tokens.
-    let stores_of: Vec<usize> = {
-        let mut all: Vec<usize> = (0..formats.len())
-            .flat_map(|store| vec![store; mixture.parts()[store].tokens(tokens).len() / CHUNK])
-            .collect();
-        fastrand::Rng::with_seed(8).shuffle(&mut all);
-        all
-    };
+    let stores_of = stores_of_chunks(mixture, tokens);
     let chunks_of = |store: usize| -> Vec<u32> {
         (0..stores_of.len() as u32).filter(|&chunk| stores_of[chunk as usize] == store).collect()
     };
@@ -236,11 +229,7 @@ async fn pack_rows<B: TimedSelection>(
     };
     fused(&mut packed, 0)?;
     in_order(&mut packed)?;
-    for (a, b) in gathered.iter().zip(&ordered) {
-        let (a, b) = (packed.read(backend, a).await?, packed.read(backend, b).await?);
-        let right = a == b && a.0.iter().any(|&x| x != 0.0);
-        ensure!(right, Wrong("reordered and gathered chunks are stored differently".into()));
-    }
+    check_stored_alike(backend, &packed, &gathered, &ordered).await?;
 
     let identity: Vec<u32> = (0..tokens as u32).collect();
     let identity = backend.upload_indices(&identity.repeat(shape.kv_heads()), shape.kv_heads(), tokens as u32).await?;
@@ -265,6 +254,29 @@ async fn pack_rows<B: TimedSelection>(
     let time = async || Ok((None, time_calls(backend, &prompt.lse, |at| fused(&mut packed, at)).await?));
     rows.push(PackRow::new("pack them while they are gathered", guard.watch(backend, time).await?));
     Ok(rows)
+}
+
+/// The store of every chunk, shuffled: as many chunks of each store as its part of the mixture has tokens.
+fn stores_of_chunks(mixture: &BatchFormat, tokens: usize) -> Vec<usize> {
+    let parts = mixture.parts().iter().enumerate();
+    let mut all: Vec<usize> = parts.flat_map(|(store, part)| vec![store; part.tokens(tokens).len() / CHUNK]).collect();
+    fastrand::Rng::with_seed(8).shuffle(&mut all);
+    all
+}
+
+/// Chunks that were gathered while they were packed are stored as those that were reordered first.
+async fn check_stored_alike<B: TimedSelection>(
+    backend: &B,
+    packed: &FilledStores<B>,
+    gathered: &[FilledSpan],
+    ordered: &[FilledSpan],
+) -> Result<()> {
+    for (gathered, ordered) in gathered.iter().zip(ordered) {
+        let (gathered, ordered) = (packed.read(backend, gathered).await?, packed.read(backend, ordered).await?);
+        let right = gathered == ordered && gathered.0.iter().any(|&x| x != 0.0);
+        ensure!(right, Wrong("reordered and gathered chunks are stored differently".into()));
+    }
+    Ok(())
 }
 
 fn print_report(report: &ChunksReport) -> Result<()> {

@@ -55,13 +55,13 @@ pub const UNSTEADY_PERCENT: f64 = 10.0;
 /// A step is everything between the queries and the outputs: query preparation, attention and the merge. Each step uses
 /// the next of several copies of the cache, so that no step finds its data in a cache of the device.
 ///
-/// Rows are printed as they end, and --report rewrites its files after each, so that an interrupted run loses nothing. µs
-/// is the median of n samples; ± is half of the distance between their quartiles. × f16 is the speed-up over kvpack's
-/// own f16 step, % read the share of the read bandwidth measured in the same run, MB the bytes of codes and ranges that
-/// a step must read.
+/// Rows are printed as they end, and --report rewrites its files after each, so that an interrupted run loses nothing.
+/// µs is the median of n samples; ± is half of the distance between their quartiles. × f16 is the speed-up over
+/// kvpack's own f16 step, % read the share of the read bandwidth measured in the same run, MB the bytes of codes and
+/// ranges that a step must read.
 ///
-/// Without options, named shapes are timed. --batch, --tokens, --heads and --head-dim take your own sizes, also as lists:
-/// kvpack bench --batch 1,8 --tokens 4k,32k --heads 32/8
+/// Without options, named shapes are timed. --batch, --tokens, --heads and --head-dim take your own sizes, also as
+/// lists: kvpack bench --batch 1,8 --tokens 4k,32k --heads 32/8
 #[derive(clap::Args)]
 pub struct BenchArgs {
     /// A dump of keys, values and queries (see `kvpack eval --help`): time its middle layer, stored for a batch of 16,

@@ -128,8 +128,8 @@ impl Sizes {
     }
 }
 
-/// A figure for a table: with `digits` behind the point, half of the distance between its quartiles, and its samples. One
-/// sample says nothing of a distance.
+/// A figure for a table: with `digits` behind the point, half of the distance between its quartiles, and its samples.
+/// One sample says nothing of a distance.
 pub fn figure(us: f64, spread: Spread, digits: usize) -> String {
     match spread.samples {
         1 => format!("{us:.digits$} (1)"),

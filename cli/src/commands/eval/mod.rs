@@ -31,8 +31,8 @@ use crate::print;
 /// and format) are searched on every second prompt query. They are used where both halves of those queries gain, and
 /// judged on the other prompt queries and the decode queries.
 ///
-/// PRECISION. With --precision, the table shows what rounding queries and weights adds to the error of each format, on a
-/// GPU. The default precision of a format follows from it.
+/// PRECISION. With --precision, the table shows what rounding queries and weights adds to the error of each format, on
+/// a GPU. The default precision of a format follows from it.
 ///
 /// MODEL. With --model, a model reads a text in chunks of 128 tokens, once per recipe. The table shows perplexity, KL
 /// divergence and top-1 agreement with the f16 cache, and the log-probability of a pass key hidden in the text.

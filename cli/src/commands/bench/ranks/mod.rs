@@ -1,7 +1,7 @@
 //! One sequence over several GPUs: the steps of context-parallel attention, with a process for each GPU.
 //!
-//! Each process fills a cache with its share of the tokens and drives the attention and the exchange of a step itself, as
-//! [`kvpack::ranks`] does, in a CUDA graph.
+//! Each process fills a cache with its share of the tokens and drives the attention and the exchange of a step itself,
+//! as [`kvpack::ranks`] does, in a CUDA graph.
 
 mod meeting;
 mod rank;

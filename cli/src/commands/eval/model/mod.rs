@@ -33,16 +33,16 @@ const MODEL: &str = "Model";
 /// Options about models.
 #[derive(clap::Args)]
 pub struct ModelArgs {
-    /// Run a GGUF model, or a folder of `kvpack quantize`, instead of reading a dump; scripts/fetch-model.sh fetches the
-    /// default.
+    /// Run a GGUF model, or a folder of `kvpack quantize`, instead of reading a dump; scripts/fetch-model.sh fetches
+    /// the default.
     #[arg(help_heading = MODEL, long, value_name = "FILE", num_args = 0..=1, default_missing_value = DEFAULT_MODEL)]
     pub model: Option<PathBuf>,
     /// The text [default: the bundled chapters of Alice in Wonderland].
     #[arg(help_heading = MODEL, long, value_name = "FILE", requires = "model")]
     text: Option<PathBuf>,
-    /// Recipes, separated by spaces. 'all' is every method at every width, with and without a centre; 'centred' is those
-    /// with one; 'windowed' is every method with its protection: a centre where it takes one, and the first and last 128
-    /// tokens in f16.
+    /// Recipes, separated by spaces. 'all' is every method at every width, with and without a centre; 'centred' is
+    /// those with one; 'windowed' is every method with its protection: a centre where it takes one, and the first and
+    /// last 128 tokens in f16.
     #[arg(help_heading = MODEL, long, value_name = "RECIPE", num_args = 1.., default_value = "all", requires = "model")]
     recipes: Vec<String>,
     /// How many tokens of the text to read; perplexity is given at each length.
