@@ -250,7 +250,7 @@ fn cuda_without_a_driver_is_named() {
 
 #[test]
 fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
-    let cases: [(&[&str], &str); 25] = [
+    let cases: [(&[&str], &str); 28] = [
         (&["check", "--backend", "cpu", "--filter", "no such case"], "no check matches"),
         (&["check", "--backend", "cpu", "--adapter", "x"], "leave one of the two out"),
         (&["check", "--backend", "cpu", "--path", "floor"], "leave one of the two out"),

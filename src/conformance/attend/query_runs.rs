@@ -4,7 +4,7 @@ use super::build::{affine, both, offsets, shape, slug};
 use super::case::{AttendCase, Paging, Queries, SinkPlace, SpanCase, StoreCase};
 use crate::backend::QueryPrecision;
 use crate::format::{Bits, Grouping, SegmentFormat, TensorFormat};
-use crate::plan::{ElementType, QueryRun, Scoring, Visible};
+use crate::plan::{ElementType, QueryRun, Scoring, Split, Visible};
 
 /// Runs of 1, 2, 7, 128 and 300 queries in one batch, over spans that end within a tile.
 pub(super) fn query_runs() -> Vec<AttendCase> {
@@ -54,6 +54,11 @@ fn wide_runs() -> Vec<AttendCase> {
     let mut f16 = AttendCase::new("runs-wide-f16", shape(3, 96), SegmentFormat::F16).lengths(&[1000, 300, 77, 200]);
     f16.queries =
         Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 90), QueryRun::decode(2), QueryRun::causal(3, 5)]);
+    // All that queries see is in one item each: the kernel reads the given queries and writes the outputs.
+    let mut whole = AttendCase::new("runs-whole-f16", shape(4, 128), SegmentFormat::F16).lengths(&[900, 300, 200]);
+    (whole.input.elements, whole.options.output) = (ElementType::F16, ElementType::F16);
+    whole.options.split = Split { target_items: 1, tile_step: 1, max_tiles: 64 };
+    whole.queries = Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 64), QueryRun::causal(2, 130)]);
     let channel = SegmentFormat::per_channel(Bits::Four);
     let mut sink = AttendCase::new("runs-wide-sink-4bit", shape(4, 128), channel).lengths(&[4000, 500]);
     sink.sink = SinkPlace::Middle;
@@ -67,7 +72,7 @@ fn wide_runs() -> Vec<AttendCase> {
     let mut apart = AttendCase::new("runs-wide-channel-keys-token-values", shape(1, 128), mixed).lengths(&[700]);
     apart.input.elements = ElementType::Bf16;
     apart.queries = Queries::Runs(vec![QueryRun::causal(0, 257)]);
-    let mut cases = vec![f16, sink, f16_sink, rotated, apart];
+    let mut cases = vec![f16, whole, sink, f16_sink, rotated, apart];
     // Eight neighbouring codes of one word, of two words, and of a part of one.
     let (eight, two) = (affine(Bits::Eight, Grouping::Token), affine(Bits::Two, Grouping::Token));
     let groups = SegmentFormat {
