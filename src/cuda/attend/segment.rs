@@ -12,7 +12,7 @@ use super::page_table::PageTable;
 use super::parts::{ItemQueries, SegmentParts};
 use super::run_variant::RunVariant;
 use super::scratch::{SegmentTables, Sizing};
-use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, TOKEN_RATE, WORK_TIME, Wave};
+use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, WORK_TIME, Wave};
 use super::unpack::TileReads;
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
@@ -382,7 +382,7 @@ fn best_attend(
             blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.block_heads()),
             tile_bytes: variant.pages.head_bytes(),
             clusters: facts.is_9_0_or_newer(),
-            token_rate: TOKEN_RATE / variant.row_warps as f64,
+            token_rate: variant.token_rate(),
             block_time: BLOCK_TIME,
             state_bytes: 0,
         };

@@ -4,7 +4,7 @@ use crate::cuda::sources::SOURCES;
 use cudarc::driver::CudaFunction;
 
 use super::logits::Logits;
-use super::split::MOST_CLUSTER;
+use super::split::{BIT_TOKEN_RATE, MOST_CLUSTER, TOKEN_RATE};
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::launch::set_shared_bytes;
@@ -71,6 +71,8 @@ pub(super) struct AttendVariant {
     pub(super) logits: Logits,
     /// Whether blocks also store the tokens of the step: `STORES` in `cuda/attend.cu`.
     pub(super) stores: bool,
+    /// Whether a block has one query head: 1-bit keys of whole tiles are then multiplied as bits.
+    pub(super) lone_head: bool,
 }
 
 /// Most warps that attend to the same tokens.
@@ -93,6 +95,10 @@ const MOST_STATIC_BYTES: usize = 48 << 10;
 /// Tiles of short spans. Their blocks consist of start and end only, which other blocks must hide.
 const SHORT_SPAN_TILES: usize = 16;
 
+/// Sizes, in addition to the others, of blocks that share a multiprocessor where keys stay bits: those of many long spans
+/// are bound to memory, and others go on while one of them begins or ends.
+const LONE_HEAD_SIZES: [Sizes; 2] = [[128, 128, 2, 8, 2], [128, 128, 2, 4, 4]];
+
 /// Tokens of a step and of a pass, stages, warps, and blocks to a multiprocessor.
 type Sizes = [usize; 5];
 
@@ -110,6 +116,7 @@ impl AttendVariant {
         let wide = group > 4;
         let bulk_copies = facts.is_9_0_or_newer();
         let (tokens, bits) = (step_tokens(&pages), pages.key.bits + pages.value.bits);
+        let short = longest_span <= SHORT_SPAN_TILES;
         let variant = |[step_tokens, pass_tokens, stages, warps, blocks]: Sizes| Self {
             pages,
             wide,
@@ -124,6 +131,7 @@ impl AttendVariant {
             row_warps: 1,
             logits: Logits::default(),
             stores: false,
+            lone_head: group == 1 && !short,
         };
         let fits = |variant: &Self| variant.fits(tokens, facts);
         // More warps hide more latency, but more bytes in flight than memory needs only delay the first. With more
@@ -154,7 +162,6 @@ impl AttendVariant {
             (tuned && !wide && bits > 2 && bits <= 4, [64, 64, 2, 8, 2]),
             (tuned && !wide && bits <= 8, [tokens, tokens, 2, 6, 2]),
         ];
-        let short = longest_span <= SHORT_SPAN_TILES;
         let small: [(bool, Sizes); 4] = [
             (short && !wide && pages.head_dim <= 128, [few, few, 2, 4, 4]),
             (short && !wide && pages.head_dim <= 128, [few, few, 1, 4, 4]),
@@ -172,7 +179,11 @@ impl AttendVariant {
                 hint: "use a device with more shared memory, or fewer bits",
             }
         })?;
-        Ok([Some(alone), first(&even), first(&shared), first(&small)].into_iter().flatten().collect())
+        let variants = [Some(alone), first(&even), first(&shared), first(&small)];
+        let of_bits = LONE_HEAD_SIZES
+            .map(variant)
+            .map(|variant| (fits(&variant) && variant.multiplies_bits()).then_some(variant));
+        Ok(variants.into_iter().chain(of_bits).flatten().collect())
     }
 
     /// The variant for up to `queries` queries that move, of `group` query heads each. All its warps have the registers
@@ -197,6 +208,7 @@ impl AttendVariant {
             row_warps,
             logits: Logits::default(),
             stores: false,
+            lone_head: false,
         };
         // Sixteen warps have registers for passes of 64 tokens.
         let few = [64, 32].into_iter().find(|&few| few <= tokens && whole_loads(&pages, few)).unwrap_or(tokens);
@@ -314,7 +326,22 @@ impl AttendVariant {
         ]);
         defines.extend(self.logits.defines());
         defines.extend(self.stores.then_some(("STORES", 1)));
+        defines.extend((pass == ScorePass::Plain && self.multiplies_bits()).then_some(("LONE_HEAD", 1)));
         Program { sources: &SOURCES, files: &["attend.cu"], defines }
+    }
+
+    /// Tokens of one head that a multiprocessor attends to in a microsecond.
+    pub(super) fn token_rate(&self) -> f64 {
+        let rate = if self.multiplies_bits() { BIT_TOKEN_RATE } else { TOKEN_RATE };
+        rate / self.row_warps as f64
+    }
+
+    /// Whether keys stay bits where scores are not calibrated: `LONE_HEAD` in `cuda/common/attend_call.cuh`.
+    fn multiplies_bits(&self) -> bool {
+        let (key, value) = (&self.pages.key, &self.pages.value);
+        let keys = key.bits == 1 && key.has_span_ranges() && value.has_span_ranges();
+        let alone = self.lone_head && self.queries == 1 && self.row_warps == 1;
+        alone && keys && self.pages.head_dim == 128 && self.pass_tokens == TILE_TOKENS
     }
 
     /// Bytes of keys and values that a block has under way.
@@ -435,6 +462,27 @@ mod tests {
         }
     }
 
+    /// A head alone multiplies bits in passes of whole tiles.
+    #[test]
+    fn bits_of_a_head_alone_are_multiplied() {
+        let one_bit = SegmentFormat::per_channel(Bits::One);
+        for (group, head_dim, format, expected) in [
+            (1, 128, one_bit, true),
+            (1, 128, SegmentFormat { value: affine(Bits::Four, Grouping::Channel), ..one_bit }, true),
+            (1, 128, SegmentFormat { value: affine(Bits::One, Grouping::Token), ..one_bit }, false),
+            (1, 128, SegmentFormat::turboquant(Bits::One, 128), false),
+            (1, 64, one_bit, false),
+            (4, 128, one_bit, false),
+        ] {
+            let shape = AttentionShape::new(8 * group, 8, head_dim).unwrap();
+            let pages = PageFormat::new(&shape, &format).unwrap();
+            for variant in AttendVariant::candidates(pages, group, 90, &H200).unwrap() {
+                let expected = expected && variant.pass_tokens == TILE_TOKENS;
+                assert_eq!(variant.multiplies_bits(), expected, "{format} {group} {head_dim} {variant:?}");
+            }
+        }
+    }
+
     /// What stores has the rings of what does not, in smaller parts where there was one.
     #[test]
     fn storing_halves_the_steps_of_many_warps() {
@@ -476,6 +524,11 @@ mod tests {
                 let architecture = program.architecture(&H200);
                 program.compile(&architecture).unwrap_or_else(|error| panic!("{format}: {error}"));
             }
+        }
+        let alone = AttentionShape::new(2, 2, 128).unwrap();
+        let pages = PageFormat::new(&alone, &SegmentFormat::per_channel(Bits::One)).unwrap();
+        for program in programs(pages, &alone) {
+            program.compile(&program.architecture(&H200)).unwrap();
         }
         let wide = PageFormat::new(&AttentionShape::new(8, 2, 256).unwrap(), &SegmentFormat::F16).unwrap();
         let program = RunVariant::new(wide, BLOCK_ROWS / 2, &H200).unwrap().program(ScorePass::Plain);
