@@ -54,7 +54,7 @@ fn wide_runs() -> Vec<AttendCase> {
     let mut f16 = AttendCase::new("runs-wide-f16", shape(3, 96), SegmentFormat::F16).lengths(&[1000, 300, 77, 200]);
     f16.queries =
         Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 90), QueryRun::decode(2), QueryRun::causal(3, 5)]);
-    // All that queries see is in one item each, and a run ends within a block of rows.
+    // All that queries see is in one item each: the kernel reads the given queries and writes the outputs.
     let mut whole = AttendCase::new("runs-whole-f16", shape(4, 128), SegmentFormat::F16).lengths(&[900, 300, 200]);
     (whole.input.elements, whole.options.output) = (ElementType::F16, ElementType::F16);
     whole.options.split = Split { target_items: 1, tile_step: 1, max_tiles: 64 };
