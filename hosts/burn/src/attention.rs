@@ -3,6 +3,7 @@
 use crate::Result;
 
 // --- integration
+use burn::backend::wgpu::CubeBackend;
 use burn::cubecl::wgpu::{AutoCompiler, WgpuServer};
 use burn::tensor::{DType, Device, Tensor};
 use kvpack::plan::ElementType::{F16, F32};
@@ -18,6 +19,7 @@ pub fn open() -> Result<(Device, Wgpu)> {
 /// tensor is held.
 pub fn lend(tensor: &Tensor<2>) -> Result<KvTensor> {
     let tensor = tensor.clone().try_into_primitive::<burn::backend::Wgpu>().map_err(|e| format!("{e:?}"))?;
+    let tensor = tensor.client.clone().resolve_tensor_float::<CubeBackend>(tensor).map_err(|e| format!("{e:?}"))?;
     tensor.is_contiguous().then_some(()).ok_or("a view is not lent: lend a contiguous tensor")?;
     let held = tensor.client.get_resource::<WgpuServer<AutoCompiler>>(tensor.handle)?;
     let of = [(DType::F16, F16), (DType::F32, F32)].into_iter().find(|of| of.0 == tensor.dtype);
