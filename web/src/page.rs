@@ -104,7 +104,7 @@ impl Session {
         checks().iter().filter(|check| wanted(check)).map(|check| check.name().to_string()).collect()
     }
 
-    /// Runs the check of this name; yields a row. Rejects on a lost device.
+    /// Runs the check of this name and returns a row. Rejects on a lost device.
     pub async fn check(&self, name: &str) -> JsResult<JsValue> {
         let found = checks().into_iter().find(|check| check.name() == name);
         let found = found.ok_or_else(|| js_sys::Error::new(&format!("there is no check '{name}'")))?;
@@ -166,7 +166,7 @@ impl BenchRun {
         read / 1e9
     }
 
-    /// Checks and times the format at `index`; yields its row.
+    /// Checks and times the format at `index`, and returns its row.
     pub async fn row(&mut self, index: usize) -> JsResult<JsValue> {
         let format = bench::formats().get(index).copied().ok_or_else(|| no_such("format", index))?;
         let row = match &mut self.0 {
@@ -210,7 +210,7 @@ impl QualityRun {
         quality::formats().iter().map(ToString::to_string).collect()
     }
 
-    /// Measures the format at `index`; yields its row.
+    /// Measures the format at `index`, and returns its row.
     pub async fn row(&mut self, index: usize) -> JsResult<JsValue> {
         let format = quality::formats().get(index).copied().ok_or_else(|| no_such("format", index))?;
         let row = match &mut self.0 {
