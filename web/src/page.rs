@@ -96,12 +96,16 @@ impl Session {
         }
     }
 
-    /// Names of the conformance checks whose name contains `filter`, or one of its parts between commas: the
-    /// quick ones, or all.
-    pub fn checks(&self, all: bool, filter: &str) -> Vec<String> {
-        let named = |check: &Check| filter.split(',').any(|part| check.name().contains(part));
-        let wanted = |check: &Check| (all || check.is_quick()) && named(check);
-        checks().iter().filter(|check| wanted(check)).map(|check| check.name().to_string()).collect()
+    /// Names of the conformance checks whose name contains `filter`, or one of its parts between commas.
+    pub fn checks(&self, filter: &str) -> Vec<String> {
+        named(&checks(), filter)
+    }
+
+    /// Those of these checks that are quick.
+    #[wasm_bindgen(js_name = quickChecks)]
+    pub fn quick_checks(&self, filter: &str) -> Vec<String> {
+        let quick: Vec<Check> = checks().into_iter().filter(Check::is_quick).collect();
+        named(&quick, filter)
     }
 
     /// Runs the check of this name and returns a row. Rejects on a lost device.
@@ -227,6 +231,12 @@ impl QualityRun {
             QualityOn::Cpu(_, quality) => quality.report(),
         })
     }
+}
+
+/// Names of these checks that contain `filter`, or one of its parts between commas.
+fn named(checks: &[Check], filter: &str) -> Vec<String> {
+    let names = checks.iter().map(|check| check.name().to_string());
+    names.filter(|name| filter.split(',').any(|part| name.contains(part))).collect()
 }
 
 fn no_such(what: &'static str, index: usize) -> JsValue {
