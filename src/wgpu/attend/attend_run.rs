@@ -120,13 +120,13 @@ impl Specialisation<'_> {
         Some(AttendRecipe::Run { work, rows, keys, key_vector, values, rotation, arrivals, items, outputs })
     }
 
-    /// Whether there is a text for items with all that their f16 queries see: f16 at 128 channels, in the largest
-    /// workgroup. On an H200 sixteen prompts of 1k tokens take 1039 µs so, and 1185 with prepared queries and states. Others
-    /// were not compared on a card, or have ranges or rotations that queries must be multiplied with.
+    /// Whether there is a text for items with all that their f16 queries see: f16 at 128 and at 256 channels, in the
+    /// largest workgroup. On an H200 sixteen prompts of 1k tokens take 1026 µs so, and 1173 with prepared queries and
+    /// states. Packed formats have ranges or rotations that queries must be multiplied with, and 64 channels are no faster.
     pub(super) fn takes_whole_runs(&self) -> bool {
         let most = RunRows::most(self.shape.head_dim());
         *self.format == SegmentFormat::F16
-            && self.shape.head_dim() == MOST_CHANNELS_OF_TWO
+            && matches!(self.shape.head_dim(), MOST_CHANNELS_OF_TWO | MOST_CHANNELS)
             && self.run_rows() == Some(most)
     }
 
@@ -348,7 +348,9 @@ mod tests {
                     true => RunItems::Whole(special.given_query(ElementType::F16)),
                     false => RunItems::Parts,
                 };
-                let source = special.attend_run(items, outputs).unwrap().variant().source().unwrap();
+                let recipe = special.attend_run(items, outputs).unwrap();
+                let AttendRecipe::Run { arrivals, .. } = recipe else { panic!("{format}: {recipe:?}") };
+                let source = recipe.variant().source().unwrap();
                 let module = naga::front::wgsl::parse_str(&source.wgsl)
                     .unwrap_or_else(|error| panic!("{}", error.emit_to_string(&source.wgsl)));
                 let (flags, all) = (naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all());

@@ -141,8 +141,11 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
     use RunCodes::{Channel, ChannelTokens, F16, Levels, Token};
     let four = [keys, values].iter().all(RunCodes::has_four_bits);
     let of_keys = |file, bits: Bits| {
-        let variant = variant.clone().import("run_keys", file);
-        variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_VECTOR", key_vector)
+        let variant = variant.clone().import("run_keys", file).constant("KEY_VECTOR", key_vector);
+        match bits {
+            Bits::Eight => variant.import("run_key_codes", "attend/codes.wgsl#run_key_bytes"),
+            _ => variant.constant("KEY_BITS", bits.count() as usize),
+        }
     };
     let variant = match keys {
         F16 => variant,
@@ -155,8 +158,13 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
         }
         Levels(bits, unit) => of_keys("attend/run_keys.wgsl#levels", bits).float("KEY_UNIT", unit),
     };
-    let of_values =
-        |file, bits: Bits| variant.clone().import("run_values", file).constant("VALUE_BITS", bits.count() as usize);
+    let of_values = |file, bits: Bits| {
+        let variant = variant.clone().import("run_values", file);
+        match bits {
+            Bits::Eight => variant.import("run_value_codes", "attend/codes.wgsl#run_value_bytes"),
+            _ => variant.constant("VALUE_BITS", bits.count() as usize),
+        }
+    };
     match values {
         F16 => variant,
         Channel(_) if four => variant.import("run_values", "attend/run_values.wgsl#channel_4bit"),
