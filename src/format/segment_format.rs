@@ -112,7 +112,7 @@ impl SegmentFormat {
         Self { key: format, value: format }
     }
 
-    /// The same format with [norms](NormRule::Renormalized) that make the decoded row as long as the row.
+    /// The same format with [norms](super::NormRule::Renormalized) that make the decoded row as long as the row.
     pub const fn turboquant_renormalized(bits: Bits, head_dim: usize) -> Self {
         let format = TensorFormat::Codebook(CodebookFormat::turboquant(bits, head_dim).renormalized());
         Self { key: format, value: format }

@@ -7,29 +7,11 @@
 mod attention;
 mod bridge;
 mod checks;
-#[cfg(feature = "studies")]
-mod context;
-#[cfg(feature = "studies")]
-mod decode;
 mod decoder;
-#[cfg(feature = "studies")]
-mod gguf;
 mod host;
-#[cfg(feature = "studies")]
-mod own;
-#[cfg(feature = "studies")]
-mod policy;
 mod projections;
 #[cfg(feature = "studies")]
-mod prompt;
-#[cfg(feature = "studies")]
-mod report;
-#[cfg(feature = "studies")]
-mod shape;
-#[cfg(feature = "studies")]
-mod steps;
-#[cfg(feature = "studies")]
-mod throughput;
+mod study;
 mod trace;
 
 use std::process::ExitCode;
@@ -50,18 +32,9 @@ struct Arguments {
 enum Command {
     /// Compares the bridge with burn's own attention, and small models with the command's CPU backend; the default
     Check,
-    /// Times steps of decoding of a GGUF file's model
     #[cfg(feature = "studies")]
-    Decode(decode::DecodeArgs),
-    /// Throughput under a memory budget (CalibQuant, Tables 5-8)
-    #[cfg(feature = "studies")]
-    Throughput(throughput::ThroughputArgs),
-    /// Prompts of which a policy keeps a share (VL-Cache, LOOK-M)
-    #[cfg(feature = "studies")]
-    Policy(policy::PolicyArgs),
-    /// Time per output token against the context (Cocktail)
-    #[cfg(feature = "studies")]
-    Context(context::ContextArgs),
+    #[command(flatten)]
+    Study(study::Study),
 }
 
 fn main() -> Result<ExitCode> {
@@ -76,13 +49,7 @@ fn main() -> Result<ExitCode> {
             passed & checks::queue(&device, &backend)?
         }
         #[cfg(feature = "studies")]
-        Command::Decode(decode) => decode.run(&device, &backend)?,
-        #[cfg(feature = "studies")]
-        Command::Throughput(study) => study.run(&device, &backend)?,
-        #[cfg(feature = "studies")]
-        Command::Policy(study) => study.run(&device, &backend)?,
-        #[cfg(feature = "studies")]
-        Command::Context(study) => study.run(&device, &backend)?,
+        Command::Study(study) => study.run(&device, &backend)?,
     };
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

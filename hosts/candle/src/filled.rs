@@ -5,39 +5,15 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use kvpack::backend::Backend;
-use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, ModelRecipe, PromptSpan};
-use kvpack::plan::{RowLayout, TokenRange};
+use kvpack::cache::{ChunkStores, ModelCache, ModelRecipe};
+use kvpack_serving::study::{StepTime, first_tokens, median};
 use kvpack_serving::{Batch, Contexts};
 use pollster::block_on;
-use serde::{Deserialize, Serialize};
 
 use crate::attention::Steps;
 use crate::host::Host;
 use crate::own::largest_on_device;
 use crate::rig::{Arriving, Rig};
-
-/// What a step of decoding takes, the middle of several.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct StepTime {
-    /// By the clock of the host, from one token to the next.
-    pub step_ms: f64,
-    /// Of that, the layers and the logits, by the clock of the device.
-    pub device_ms: Option<f64>,
-    /// Of that, what is stored and attended to, measured alone.
-    pub attention_ms: Option<f64>,
-}
-
-impl StepTime {
-    /// The rest of the model.
-    pub fn rest_ms(&self) -> Option<f64> {
-        Some(self.device_ms? - self.attention_ms?)
-    }
-
-    /// What the device waits for the host.
-    pub fn host_ms(&self) -> Option<f64> {
-        Some(self.step_ms - self.device_ms?)
-    }
-}
 
 /// A cache that holds contexts of random keys and values. `chunks` says how a context is stored in parts.
 ///
@@ -50,23 +26,12 @@ pub fn filled<R: Rig>(
     of: Contexts,
     chunks: Option<&ChunkStores>,
 ) -> Result<ModelCache<R::Backend>> {
-    let layers = host.model().config.cache_layers(recipe)?;
-    let shape = host.model().config.attention;
-    let mut cache =
-        ModelCache::new(rig.backend(), &layers, of.sequences)?.with_budget(Budget::unlimited().growing(Growth::Exact));
+    let (layers, shape) = (host.model().config.cache_layers(recipe)?, host.model().config.attention);
     let row = (of.tokens, shape.kv_heads(), shape.head_dim());
     let random = || -> Result<Tensor> { Ok(Tensor::randn(0f32, 1.0, row, rig.device())?.to_dtype(rig.dtype())?) };
     let (keys, values) = (random()?, random()?);
     let (keys, values) = (host.steps().tensor(&keys)?, host.steps().tensor(&values)?);
-    let rows = RowLayout::token_major(of.tokens, &shape);
-    let of_chunks = chunks.map(|chunks| block_on(chunks.upload(rig.backend(), shape.kv_heads(), of.tokens)));
-    let of_chunks = of_chunks.transpose()?;
-    let spans = match &of_chunks {
-        Some(chunks) => chunks.prompt(),
-        None => vec![PromptSpan::packed(TokenRange::new(0, of.tokens)?)],
-    };
-    of.store(&mut cache, (rows, &keys, &values), &spans)?;
-    Ok(cache)
+    Ok(of.cache(rig.backend(), (&layers, &shape), [&keys, &values], chunks)?)
 }
 
 /// A step of decoding: the logits of every sequence.
@@ -112,8 +77,8 @@ impl<'a, R: Rig> UnderWay<'a, R> {
     /// # Errors
     /// What the device reports.
     pub fn new(rig: &'a R, sequences: usize) -> Result<Self> {
-        let tokens: Vec<u32> = (0..sequences as u32).map(|sequence| 7 + 13 * sequence % 400).collect();
-        Ok(Self { rig, tokens: Tensor::new(tokens, rig.device())?, arriving: None, last: Instant::now() })
+        let tokens = Tensor::new(first_tokens(sequences), rig.device())?;
+        Ok(Self { rig, tokens, arriving: None, last: Instant::now() })
     }
 
     /// The newest tokens, on the device.
@@ -187,14 +152,9 @@ pub fn decode<R: Rig>(
     cache.abandon();
     host.steps().forget()?;
     Ok(StepTime {
-        step_ms: middle(&mut walls).context("no step was timed")?,
-        device_ms: middle(&mut devices),
+        step_ms: median(&walls).context("no step was timed")?,
+        device_ms: median(&devices),
+        submitted_ms: None,
         attention_ms: attention?,
     })
-}
-
-/// The middle of some times.
-pub fn middle(times: &mut [f64]) -> Option<f64> {
-    times.sort_unstable_by(f64::total_cmp);
-    times.get(times.len() / 2).copied()
 }

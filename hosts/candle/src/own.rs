@@ -3,8 +3,9 @@
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Tensor};
 use kvpack_cli::{Attention, Chunk, Config, Model};
+use kvpack_serving::study::median;
 
-use crate::filled::{UnderWay, middle};
+use crate::filled::UnderWay;
 use crate::rig::Rig;
 
 /// Keys and values of sequences that are equally long, in tensors with room for more.
@@ -71,7 +72,7 @@ pub fn decode<R: Rig>(rig: &R, model: &Model, (sequences, tokens): (usize, usize
     }
     times.extend(under_way.end()?);
     times.drain(..FIRST);
-    middle(&mut times).context("no step was timed")
+    median(&times).context("no step was timed")
 }
 
 /// The greedy text of a prompt, token by token, with candle's own attention.

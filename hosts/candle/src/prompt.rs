@@ -10,20 +10,11 @@ use kvpack::cache::{Budget, DenseLayer, Growth, MeasuredQueries, ModelCache, Obs
 use kvpack::plan::RowLayout;
 use kvpack::policy::{Policy, Spans};
 use kvpack_cli::{Attention, Chunk, Model};
+use kvpack_serving::study::{ReadPrompt, prompt_text};
 use pollster::block_on;
 
 use crate::attention::Steps;
 use crate::rig::Rig;
-
-/// A prompt whose keys and values lie in tensors of candle, and what it took to read it.
-pub struct ReadPrompt<R: Rig> {
-    /// What the policy observed.
-    pub observed: ObservedPrompt<R::Backend>,
-    /// Reading, without what follows.
-    pub read: Duration,
-    /// Statistics of attention, in all layers.
-    pub statistics: Duration,
-}
 
 /// Attention of a prompt: a cache of one layer holds the layer that is being read.
 struct Reader<'a, R: Rig> {
@@ -83,17 +74,16 @@ pub fn read<R: Rig>(
     steps: &mut R::Steps,
     cache: &ModelCache<R::Backend>,
     (policy, spans): (Policy, Spans),
-) -> Result<ReadPrompt<R>> {
+) -> Result<ReadPrompt<R::Backend>> {
     let tokens = spans.tokens();
     let layer = ModelCache::new(rig.backend(), &[(model.config.attention, Recipe::f16())], 1)?;
     let mut layer = layer.with_budget(Budget::unlimited().growing(Growth::Exact));
     block_on(layer.reserve_for_append(&[TokenRun::prompt(0, tokens)]))?;
     let observed = cache.observe(policy, spans)?;
-    let text: Vec<u32> = (0..tokens as u32).map(|at| at.wrapping_mul(2_654_435_761) >> 8 & 0xff).collect();
     let mut reader: Reader<'_, R> = Reader { layer, steps, observed, statistics: Duration::ZERO };
     reader.steps.wait()?;
     let start = Instant::now();
-    let inputs = model.inputs(&text, &(0..tokens).collect::<Vec<_>>())?;
+    let inputs = model.inputs(&prompt_text(tokens), &(0..tokens).collect::<Vec<_>>())?;
     let stream = model.through_layers(&inputs, &mut reader)?;
     model.logits(&stream.narrow(0, tokens - 1, 1)?)?;
     reader.steps.wait()?;

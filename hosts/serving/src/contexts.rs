@@ -1,8 +1,9 @@
 //! Contexts that stand for prompts: the same random keys and values for every sequence of a cache.
 
+use kvpack::AttentionShape;
 use kvpack::backend::Backend;
-use kvpack::cache::{ModelCache, PromptSpan, StoreRoom, TokenRun};
-use kvpack::plan::RowLayout;
+use kvpack::cache::{Budget, ChunkStores, Growth, ModelCache, PromptSpan, Recipe, StoreRoom, TokenRun};
+use kvpack::plan::{RowLayout, TokenRange};
 use pollster::block_on;
 
 /// Contexts of a number of sequences.
@@ -17,12 +18,36 @@ pub struct Contexts {
 }
 
 impl Contexts {
+    /// A cache of these layers, which have one shape, that holds the given keys and values in every layer and sequence.
+    /// `chunks` says how a context is stored in parts.
+    ///
+    /// # Errors
+    /// What the cache and its device report.
+    pub fn cache<B: Backend + Clone>(
+        &self,
+        backend: &B,
+        (layers, shape): (&[(AttentionShape, Recipe)], &AttentionShape),
+        [keys, values]: [&B::Tensor; 2],
+        chunks: Option<&ChunkStores>,
+    ) -> kvpack::Result<ModelCache<B>> {
+        let exact = Budget::unlimited().growing(Growth::Exact);
+        let mut cache = ModelCache::new(backend, layers, self.sequences)?.with_budget(exact);
+        let uploaded = chunks.map(|chunks| block_on(chunks.upload(backend, shape.kv_heads(), self.tokens)));
+        let uploaded = uploaded.transpose()?;
+        let spans = match &uploaded {
+            Some(chunks) => chunks.prompt(),
+            None => vec![PromptSpan::packed(TokenRange::new(0, self.tokens)?)],
+        };
+        self.store(&mut cache, (RowLayout::token_major(self.tokens, shape), keys, values), &spans)?;
+        Ok(cache)
+    }
+
     /// Stores keys and values, which have `rows` and are those of all layers, for every sequence of an empty cache. Then
     /// reserves what decoding needs. `spans` say how a context is stored.
     ///
     /// # Errors
     /// What the cache and its device report.
-    pub fn store<B: Backend>(
+    fn store<B: Backend>(
         &self,
         cache: &mut ModelCache<B>,
         (rows, keys, values): (RowLayout, &B::Tensor, &B::Tensor),

@@ -47,6 +47,17 @@ pub enum Error {
         needed: u64,
     },
 
+    /// Requests that a budget was to hold at a time, and did not.
+    #[error("{batch} requests of {recipe} did not fit at a time: {preempted} were preempted")]
+    Preempted {
+        /// How their keys and values are stored.
+        recipe: String,
+        /// Their number.
+        batch: usize,
+        /// How many were swapped out.
+        preempted: usize,
+    },
+
     /// The model returned another number of tokens than runs of the batch ask for.
     #[error("the model returned {given} tokens for a batch that asks for {needed}")]
     Tokens {

@@ -10,6 +10,7 @@
 //! | `contexts` | random keys and values in place of prompts |
 //! | `decoder` | the shape of a decoder and its tensors by name, for hosts without a GGUF reader |
 //! | `tiny` | a small decoder with random weights, for tests |
+//! | `study` | studies of whole models, with the feature `studies` |
 //!
 //! A request joins and leaves in any step. Its prompt is computed in parts, next to decoded tokens of others. Prompts
 //! that begin alike share pages. When pages run out, the newest request is swapped out to the host, and later continues
@@ -25,6 +26,8 @@ mod error;
 mod figures;
 mod request;
 mod schedule;
+#[cfg(feature = "studies")]
+pub mod study;
 pub mod tiny;
 
 pub use batch::{Batch, BatchRun, Model};

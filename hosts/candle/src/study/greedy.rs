@@ -4,14 +4,12 @@
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use kvpack::cache::ModelCache;
+use kvpack_serving::study::PROMPT;
 
 use crate::filled;
 use crate::host::Host;
 use crate::own;
 use crate::rig::Rig;
-
-/// What greedy texts continue.
-const PROMPT: &str = "The history of the lighthouse begins with a storm that nobody in the village expected.";
 
 /// Compares the greedy text of the model with the text that candle's own attention gives.
 pub fn compared<R: Rig>(rig: &R, mut host: Host<R::Steps>, output: usize) -> Result<(Host<R::Steps>, String)> {

@@ -1,30 +1,22 @@
 //! The command `study`: what papers on packed caches measure, on models of real shape with random weights.
 
-mod context;
-mod decode;
 mod greedy;
-mod policy;
-mod report;
-mod throughput;
+mod measured;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::ValueEnum;
-use kvpack::AttentionShape;
 use kvpack_cli::{Activation, Config, Model, RopePairs};
+use kvpack_serving::study::{
+    ContextOptions, DecodeOptions, PolicyOptions, RandomModel, StudyOptions, StudyReport, ThroughputOptions,
+    VOCABULARY, context, decode, policy, throughput,
+};
 use kvpack_weights::Bits;
 
+use crate::host::Host;
 use crate::rig::Rig;
 use crate::weights;
-
-pub use context::ContextArgs;
-pub use decode::DecodeArgs;
-pub use policy::PolicyArgs;
-pub use throughput::ThroughputArgs;
-
-/// Tokens that random models know.
-const VOCABULARY: usize = 32_000;
+use measured::Measured;
 
 /// Studies of whole models with packed caches.
 #[derive(clap::Subcommand)]
@@ -57,104 +49,146 @@ impl Study {
 /// What all studies are told.
 #[derive(clap::Args)]
 struct Common {
-    /// The shape of the model, whose weights are random.
-    #[arg(long, value_enum, default_value = "8b")]
-    shape: Shape,
-    /// The shape `small` and the smallest sizes, on any machine.
-    #[arg(long)]
-    quick: bool,
+    #[command(flatten)]
+    random: RandomModel,
     /// Bits of the codes of projections: 2, 3, 4 or 8. Without this option projections are dense.
     #[arg(long, value_name = "BITS", value_parser = weights::bits)]
     weights: Option<Bits>,
-    /// Writes the rows as JSON.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Writes a plot as SVG.
-    #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
+    #[command(flatten)]
+    study: StudyOptions,
 }
 
 impl Common {
-    /// The shape, in its small form where asked for.
-    fn shape(&self) -> Shape {
-        if self.quick { Shape::Small } else { self.shape }
-    }
-
-    /// The model, on a device.
+    /// The model with random weights, on a device.
     fn model<R: Rig>(&self, rig: &R) -> Result<Model> {
-        self.shape().model(rig, self.weights)
-    }
-}
-
-/// A shape of a model; its weights are random.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Shape {
-    /// 32 layers, 32 query and 32 KV heads of 128, 4096 channels, 11008 inside (LLaVA-1.5-7B, Llama 2 7B)
-    #[value(name = "7b")]
-    B7,
-    /// 32 layers, 32 query and 8 KV heads of 128, 4096 channels, 14336 inside (Llama 3 8B)
-    #[value(name = "8b")]
-    B8,
-    /// 40 layers, 40 query and 40 KV heads of 128, 5120 channels, 13824 inside (LLaVA-1.5-13B)
-    #[value(name = "13b")]
-    B13,
-    /// 2 layers, 4 query and 4 KV heads of 64, 256 channels, 512 inside
-    Small,
-}
-
-impl Shape {
-    fn model<R: Rig>(self, rig: &R, weights: Option<Bits>) -> Result<Model> {
-        let (layers, heads, kv_heads, head_dim, feed_forward) = match self {
-            Self::B7 => (32, 32, 32, 128, 11008),
-            Self::B8 => (32, 32, 8, 128, 14336),
-            Self::B13 => (40, 40, 40, 128, 13824),
-            Self::Small => (2, 4, 4, 64, 512),
-        };
+        let shape = self.random.shape();
+        let of = shape.config()?;
         let config = Config {
-            name: format!("{self}, random weights"),
-            layers,
-            width: heads * head_dim,
-            feed_forward,
-            attention: AttentionShape::new(heads, kv_heads, head_dim)?,
+            name: shape.to_string(),
+            layers: of.layers,
+            width: of.width,
+            feed_forward: of.feed_forward,
+            attention: of.attention,
             context: 1 << 20,
-            norm_epsilon: 1e-5,
-            rope_base: 10_000.0,
+            norm_epsilon: of.norm_epsilon,
+            rope_base: of.rope_base,
             rope_pairs: RopePairs::Halves,
             activation: Activation::Silu,
-            embedding_scale: 1.0,
+            embedding_scale: of.embedding_scale,
             local: None,
         };
         let model = Model::random(config, VOCABULARY, rig.device(), rig.dtype())?;
-        rig.on_device(weights::random_in_codes(rig, model, weights)?, rig.dtype())
+        rig.on_device(weights::random_in_codes(rig, model, self.weights)?, rig.dtype())
     }
 }
 
-impl std::fmt::Display for Shape {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::B7 => "7B",
-            Self::B8 => "8B",
-            Self::B13 => "13B",
-            Self::Small => "small",
-        })
+/// A model whose steps have up to `rows` rows.
+fn host<R: Rig>(rig: &R, model: Model, rows: usize) -> Result<Host<R::Steps>> {
+    let steps = rig.steps(&model, model.config.layers, rows)?;
+    Ok(Host::new(model, steps))
+}
+
+/// Measures throughput under a memory budget, with random weights.
+#[derive(clap::Args)]
+pub struct ThroughputArgs {
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    options: ThroughputOptions,
+}
+
+impl ThroughputArgs {
+    fn run<R: Rig>(&self, rig: &R) -> Result<()> {
+        let options = self.options.clone().sized(&self.common.random);
+        let model = self.common.model(rig)?;
+        let name = format!("{}, {}", model.config.name, options.budgets());
+        let mut measured = Measured::new(rig, host(rig, model, options.rows())?.without_end());
+        let report = StudyReport::begin(&measured, "throughput", name, &self.common.study);
+        throughput(&mut measured, &report, &options)
     }
 }
 
-/// The model of a file, or a random one.
-fn model_of<R: Rig>(rig: &R, file: Option<&Path>, common: &Common) -> Result<Model> {
-    match file {
-        Some(path) => rig.on_device(weights::in_codes(rig, Model::load(path)?, common.weights)?, rig.dtype()),
-        None => common.model(rig),
+/// Tokens per second by recipe, batch and context, and what a step is made of.
+#[derive(clap::Args)]
+pub struct DecodeArgs {
+    #[command(flatten)]
+    common: Common,
+    /// A GGUF file in place of random weights.
+    #[arg(long)]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    options: DecodeOptions,
+    /// Launches every step kernel by kernel, without graphs.
+    #[arg(long)]
+    without_graphs: bool,
+}
+
+impl DecodeArgs {
+    fn run<R: Rig>(&self, rig: &R) -> Result<()> {
+        let options = self.options.clone().sized(&self.common.random);
+        let model = match &self.model {
+            Some(path) => {
+                rig.on_device(weights::in_codes(rig, Model::load(path)?, self.common.weights)?, rig.dtype())?
+            }
+            None => self.common.model(rig)?,
+        };
+        let name = model.config.name.clone();
+        let host = host(rig, model, options.most())?;
+        let host = if self.without_graphs { host.without_records() } else { host };
+        let mut measured = Measured::new(rig, host);
+        let report = StudyReport::begin(&measured, "decode", name, &self.common.study);
+        if options.greedy > 0 {
+            let (host, text) = greedy::compared(rig, measured.into_host(), options.greedy)?;
+            println!("{text}\n");
+            measured = Measured::new(rig, host);
+        }
+        decode(&mut measured, &report, &options)
     }
 }
 
-/// Bytes of the keys and values of some tokens in f16.
-fn f16_bytes(config: &Config, tokens: usize) -> u64 {
-    (config.layers * 2 * config.attention.kv_heads() * config.attention.head_dim() * 2 * tokens) as u64
+/// Decoding, memory and prefill where a policy keeps a share of the prompt.
+///
+/// A prompt is an image and 50 tokens of text. It is read once; every sequence of a batch then keeps what the policy
+/// chooses of it.
+#[derive(clap::Args)]
+pub struct PolicyArgs {
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    options: PolicyOptions,
 }
 
-/// Whether a device has room for this many bytes and as many more as a step needs.
-fn has_room<R: Rig>(rig: &R, bytes: u64) -> bool {
-    const FOR_STEPS: u64 = 2 << 30;
-    rig.free_bytes().is_none_or(|free| bytes + FOR_STEPS <= free)
+impl PolicyArgs {
+    fn run<R: Rig>(&self, rig: &R) -> Result<()> {
+        if self.options.draws_only(&self.common.study)? {
+            return Ok(());
+        }
+        let options = self.options.clone().sized(&self.common.random);
+        let model = self.common.model(rig)?;
+        let name = model.config.name.clone();
+        let mut measured = Measured::new(rig, host(rig, model, options.most())?);
+        let report = StudyReport::begin(&measured, "policy", name, &self.common.study);
+        policy(&mut measured, &report, &options)
+    }
+}
+
+/// Time per output token against the context: f16, KIVI, uniform codes, and Cocktail's mixture of chunks, also without
+/// reordering and without search.
+#[derive(clap::Args)]
+pub struct ContextArgs {
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    options: ContextOptions,
+}
+
+impl ContextArgs {
+    fn run<R: Rig>(&self, rig: &R) -> Result<()> {
+        let options = self.options.clone().sized(&self.common.random);
+        let model = self.common.model(rig)?;
+        let name = model.config.name.clone();
+        let mut measured = Measured::new(rig, host(rig, model, options.batch)?);
+        let report = StudyReport::begin(&measured, "context", name, &self.common.study);
+        context(&mut measured, &report, &options)
+    }
 }

@@ -9,20 +9,11 @@ use kvpack::cache::{Budget, DenseLayer, Growth, MeasuredQueries, ModelCache, Obs
 use kvpack::plan::{ElementType, Elements, RowLayout};
 use kvpack::policy::{Policy, Spans};
 use kvpack::wgpu::{LayerTensors, ModelStep, Tensor as KvTensor, Wgpu};
+use kvpack_serving::study::{ReadPrompt, prompt_text};
 use pollster::block_on;
 
 use crate::decoder::Decoder;
 use crate::{Result, attention};
-
-/// A prompt whose keys and values lie in tensors of burn, and what it took to read it.
-pub struct ReadPrompt {
-    /// What the policy observed.
-    pub observed: ObservedPrompt<Wgpu>,
-    /// Reading, without what follows.
-    pub read: Duration,
-    /// Statistics of attention, in all layers.
-    pub statistics: Duration,
-}
 
 /// Reads prompts. A cache of one layer holds the layer that is being read.
 pub struct Reader {
@@ -53,7 +44,7 @@ impl Reader {
         decoder: &Decoder,
         cache: &ModelCache<Wgpu>,
         (policy, spans): (Policy, Spans),
-    ) -> Result<ReadPrompt> {
+    ) -> Result<ReadPrompt<Wgpu>> {
         let tokens = spans.tokens();
         let run = [TokenRun::prompt(0, tokens)];
         let layer = ModelCache::new(&self.backend, &[(decoder.config.attention, Recipe::f16())], 1)?;
@@ -61,11 +52,10 @@ impl Reader {
         block_on(layer.reserve_for_append(&run))?;
         let mut observed = cache.observe(policy, spans)?;
         let mut statistics = Duration::ZERO;
-        let text: Vec<u32> = (0..tokens as u32).map(|at| at.wrapping_mul(2_654_435_761) >> 8 & 0xff).collect();
         let positions: Vec<usize> = (0..tokens).collect();
         self.wait()?;
         let start = Instant::now();
-        let stream = decoder.forward(&text, &positions, &mut |index, rows| {
+        let stream = decoder.forward(&prompt_text(tokens), &positions, &mut |index, rows| {
             layer.begin_append(&run)?;
             let output = attention::attend(&self.step.write(&layer.open_steps()?)?, 0, rows)?;
             layer.commit()?;

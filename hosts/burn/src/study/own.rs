@@ -3,10 +3,11 @@
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Distribution, Tensor};
 use kvpack_serving::decoder::Config;
+use kvpack_serving::study::StepTime;
 
+use super::steps::{FIRST, Times};
 use crate::Result;
 use crate::host::Host;
-use crate::steps::{FIRST, StepTime, Times};
 
 /// Times steps with this attention, over random contexts.
 pub fn decode(device: &Device, host: &Host, (batch, tokens): (usize, usize), steps: usize) -> Result<StepTime> {
@@ -20,7 +21,7 @@ pub fn decode(device: &Device, host: &Host, (batch, tokens): (usize, usize), ste
         times.submitted();
         times.end(host.decoder().largest(stream)?);
     }
-    Ok(times.middle())
+    times.median()
 }
 
 /// Keys and values of sequences that are equally long, in tensors with room for more.
