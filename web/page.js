@@ -160,7 +160,8 @@ function orStopped() {
 
 /** The names of the checks that the address asks for; with part=2/3 the second of three equal parts of them. */
 function wantedChecks() {
-  const names = session.checks(options.get("cases") === "all", options.get("filter") ?? "");
+  const filter = options.get("filter") ?? "";
+  const names = options.get("cases") === "all" ? session.checks(filter) : session.quickChecks(filter);
   const [part, parts] = (options.get("part") ?? "1/1").split("/").map(Number);
   const edge = (number) => Math.floor((names.length * number) / parts);
   return names.slice(edge(part - 1), edge(part));

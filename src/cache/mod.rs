@@ -46,6 +46,7 @@ mod parsed;
 mod prefixes;
 mod prompt;
 mod recipe;
+mod recipe_layers;
 mod recipe_option;
 mod recipe_text;
 mod recompress;

@@ -46,6 +46,22 @@ pub struct DecodeShape {
     pub quick: bool,
 }
 
+impl DecodeShape {
+    /// Sequences of this many tokens, each in one span of consecutive pages. Not in the small set.
+    pub fn even(name: impl Into<String>, shape: AttentionShape, sequences: usize, tokens: usize) -> Self {
+        Self {
+            name: name.into(),
+            shape,
+            sequences,
+            tokens,
+            lengths: BatchLengths::Even,
+            pages: PageOrder::Consecutive,
+            span_tokens: usize::MAX,
+            quick: false,
+        }
+    }
+}
+
 /// Tokens of an image in LLaVA-1.5 (arXiv 2310.03744): 24 × 24 patches.
 const IMAGE_TOKENS: usize = 576;
 
@@ -53,15 +69,9 @@ const IMAGE_TOKENS: usize = 576;
 /// 16, batches of equal and of mixed lengths, a single long sequence, shuffled pages, sequences of many spans, other
 /// head dimensions, and two small ones.
 pub fn decode_shapes() -> Vec<DecodeShape> {
-    let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| DecodeShape {
-        name: name.into(),
-        shape: AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels"),
-        sequences,
-        tokens,
-        lengths: BatchLengths::Even,
-        pages: PageOrder::Consecutive,
-        span_tokens: usize::MAX,
-        quick: sequences * tokens <= 4096,
+    let step = |name: &str, (query_heads, kv_heads, head_dim), sequences, tokens| {
+        let shape = AttentionShape::new(query_heads, kv_heads, head_dim).expect("the registry's shapes have kernels");
+        DecodeShape { quick: sequences * tokens <= 4096, ..DecodeShape::even(name, shape, sequences, tokens) }
     };
     let ragged = |name, heads, sequences, tokens| DecodeShape {
         lengths: BatchLengths::Ragged,

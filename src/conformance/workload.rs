@@ -269,16 +269,8 @@ mod tests {
     #[test]
     fn mixes_are_checked_as_a_whole() {
         let cpu = Cpu::new();
-        let decode = DecodeShape {
-            name: "small".into(),
-            shape: AttentionShape::new(4, 2, 64).unwrap(),
-            sequences: 9,
-            tokens: 1500,
-            lengths: BatchLengths::Ragged,
-            pages: PageOrder::Consecutive,
-            span_tokens: usize::MAX,
-            quick: true,
-        };
+        let shape = AttentionShape::new(4, 2, 64).unwrap();
+        let decode = DecodeShape { lengths: BatchLengths::Ragged, ..DecodeShape::even("small", shape, 9, 1500) };
         let data = pollster::block_on(DecodeData::generated(&cpu, decode)).unwrap();
         for format in decode_mixes() {
             let parts = format.parts().len();

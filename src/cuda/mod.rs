@@ -12,7 +12,7 @@
 //! | `ranges_span`, `ranges_tile`, `quantize` | of the same names | pack rows of dense tensors into pages |
 //! | `hadamard` | of the same name | rotates dense rows, and rows that were read back |
 //! | `code_rows` | of the same name | turns rotated rows into the fields of sketches and of levels with norms of their own, and signs back |
-//! | `key_mean`, `key_mean_of_step`, `centre_keys`, `uncentre_keys` | `key_mean.cu`, and of the same names | the centre of a sequence's keys, of rows of a call or of a step; rows less their centre, and with it again |
+//! | `key_mean`, `key_mean_of_step`, `centre_keys`, `uncentre_keys` | `key_mean.cu`, and of the same names | the centre of a sequence's keys, of rows of a call or of a step; rows minus their centre, and with it again |
 //! | `append`, `copy_page`, `pack_windows` | of the same names | what a step stores, by a table on the device: single tokens, copies of shared pages, full pages of f16 packed |
 //! | `step_tables` | of the same name | brings the tables of a step to its parts, and finds where its pages lie in every layer's stores |
 //! | `dequantize`, `find_non_finite` | of the same names | dense rows of a span; the search for what cannot be stored |
@@ -27,7 +27,7 @@
 //! | `attention_row_stats`, `attention_column_stats`, `sum_partials` | `select/`, of the same names | statistics of attention: row maxima and log-sum-exps, column sums, counts |
 //! | `token_scores`, `top_k`, `evicted`, `gather`, `nearest_kept`, `merge_members`, `merge_tokens` | `select/`, of the same names | scores of tokens and the best of them, the others, kept tokens copied, evicted ones merged into them |
 //! | `chunk_similarity`, `reorder_chunks` | `select/chunk_similarity.cu`, `select/gather.cu` | chunks compared with a query, and put in another order |
-//! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are held against |
+//! | `read_bandwidth`, `compute_guard` | of the same names | what measurements are compared with |
 //!
 //! # What is served
 //!

@@ -61,7 +61,7 @@ impl RankEnd {
     }
 }
 
-/// Waits for all work that is queued on a stream, for `longest` at most. Whether it is done.
+/// Waits up to `longest` for all work that is queued on a stream. Returns whether it is done.
 ///
 /// # Errors
 /// [`Error::Plan`] while the stream is being captured; errors of the driver, also those of earlier work.

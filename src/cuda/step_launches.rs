@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
+use super::attend::launch::Begins;
 use super::device::tensor::Tensor;
 use super::model_step::{LayerTensors, ModelLaunches, Part, WrittenStep};
 use crate::backend::ByPart;
@@ -32,8 +33,8 @@ pub struct StepLaunches {
 #[derive(Clone, Debug)]
 struct PartLaunches {
     of: Arc<ModelLaunches>,
-    /// Whether attention may overlap with the storing kernels.
-    beside: bool,
+    /// When attention begins that follows the storing kernels of its layer.
+    begins: Begins,
     /// Whether attention itself stores the tokens of the step.
     stores: bool,
 }
@@ -62,8 +63,9 @@ impl WrittenStep<'_> {
             return Err(Error::Unsupported { what, hint: "launch it with the tensors that it was bound to".into() });
         }
         let of = |part: &Part<'_>| {
-            let (of, beside) = (part.class().launches().clone(), part.class().beside());
-            PartLaunches { of, beside, stores: part.class().stores() }
+            let class = part.class();
+            let begins = if class.beside() { Begins::BesideStoring } else { Begins::After };
+            PartLaunches { of: class.launches().clone(), begins, stores: class.stores() }
         };
         Ok(StepLaunches { shape, rows, parts: self.parts.map(of) })
     }
@@ -92,7 +94,7 @@ impl StepLaunches {
     /// # Errors
     /// As [`StepLaunches::store`].
     pub fn attend(&self, stream: &Arc<CudaStream>, layer: usize, queries: &Tensor, output: &Tensor) -> Result<()> {
-        self.attend_as(stream, layer, [queries, output], false)
+        self.attend_as(stream, layer, [queries, output], Begins::After)
     }
 
     /// Stores and attends in a row, which overlaps where the device can: see [`WrittenStep::launch`]. Where a step
@@ -108,9 +110,9 @@ impl StepLaunches {
             self.check_attended([queries, output])?;
             return part.of.store_and_attend(place, stream, Some([[keys, values], [queries, output]]));
         }
-        let beside = part.beside;
+        let begins = part.begins;
         self.store(stream, layer, &tensors.keys, &tensors.values)?;
-        self.attend_as(stream, layer, [&tensors.queries, &tensors.output], beside)
+        self.attend_as(stream, layer, [&tensors.queries, &tensors.output], begins)
     }
 
     fn attend_as(
@@ -118,11 +120,11 @@ impl StepLaunches {
         stream: &Arc<CudaStream>,
         layer: usize,
         [queries, output]: [&Tensor; 2],
-        beside: bool,
+        begins: Begins,
     ) -> Result<()> {
         self.check_attended([queries, output])?;
         let (part, place) = self.parts.of_layer(layer)?;
-        part.of.attention(place)?.launch_on(stream, queries, output, beside)
+        part.of.attention(place)?.launch_on(stream, queries, output, begins)
     }
 
     fn check_attended(&self, [queries, output]: [&Tensor; 2]) -> Result<()> {

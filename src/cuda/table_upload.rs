@@ -16,7 +16,7 @@ use crate::{Error, Result};
 /// Threads of a block of `step_tables`.
 const THREADS: usize = 256;
 
-/// Blocks that share a job at most.
+/// Most blocks that share a job.
 const MOST_BLOCKS: usize = 64;
 
 /// Bytes of a row that is copied. Tables begin at multiples of it, and their memory ends at one.

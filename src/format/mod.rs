@@ -6,6 +6,7 @@ mod calibration;
 pub mod codebook;
 pub mod interchange;
 mod rotation;
+mod segment_format;
 mod shape;
 mod sizes;
 pub mod sketch;
@@ -19,8 +20,9 @@ pub use calibration::{Calibration, ScoreMap};
 pub use codebook::Codebook;
 pub use kvpack_device::{HEAD_DIMS, KeyOrValue, MOST_HEADS};
 pub use rotation::{Direction, Rotation};
+pub use segment_format::SegmentFormat;
 pub use shape::AttentionShape;
-pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, NormRule, SegmentFormat, TensorFormat};
+pub use tensor_format::{AffineFormat, CodebookFormat, Grouping, NormRule, TensorFormat};
 pub use tile::{Field, LAYOUT_VERSION, TileLayout, TopBit};
 pub use tile_order::TileOrder;
 

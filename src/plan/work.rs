@@ -261,11 +261,12 @@ impl Work {
 }
 
 #[cfg(test)]
+mod coverage;
+
+#[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Bits;
-    use crate::plan::{QueryRun, SpanView, StoreView, TreeMask, Visible};
-    use proptest::prelude::*;
+    use crate::plan::{QueryRun, SpanView, StoreView};
 
     #[test]
     fn a_span_that_changes_shard_is_cut_there() {
@@ -316,139 +317,5 @@ mod tests {
         // 255 tiles for each block of 8, and the last alone.
         assert_eq!(tiles(64, 8), 8 * 255 + 64);
         assert_eq!(tiles(64, 1), 64 * 256);
-    }
-
-    proptest! {
-        /// Every token that a query sees is in exactly one of its items, and every state row of a query
-        /// is written once.
-        #[test]
-        fn items_cover_all_tokens_once(
-            lengths in prop::collection::vec((0usize..3, 0usize..2000), 1..12),
-            shard_pages in 1u32..9,
-            target_items in prop_oneof![1usize..200, Just(usize::MAX)],
-            (tile_step, max_tiles) in (1usize..6, 1usize..40),
-            (queries, block_queries) in (prop::collection::vec(prop_oneof![1usize..40, 1usize..400], 3), 1usize..9),
-            window in prop::option::of(1usize..700),
-            kind in 0..4,
-        ) {
-            let shape = AttentionShape::new(6, 2, 64).unwrap();
-            let mut next = 0;
-            let tables: Vec<Vec<Page>> = lengths.iter().map(|&(_, tokens)| {
-                (0..tokens.div_ceil(TILE_TOKENS)).map(|_| {
-                    next += 1;
-                    Page { shard: next / shard_pages, index: next % shard_pages }
-                }).collect()
-            }).collect();
-            let mut starts = [0; 3];
-            let spans: Vec<SpanView<'_>> = lengths.iter().zip(&tables).enumerate().map(|(i, (&(sequence, tokens), pages))| {
-                starts[sequence] += tokens;
-                SpanView { sequence, start: starts[sequence] - tokens, tokens, gathered: None, pages, range_slot: i }
-            }).collect();
-            let of = |parity: usize| spans.iter().skip(parity).step_by(2).cloned().collect::<Vec<_>>();
-            let calibration = crate::Calibration::new(0.0, 1.0).ok().filter(|_| window.is_none());
-            let stores = [
-                StoreView { format: SegmentFormat::F16, calibration: None, spans: of(0) },
-                StoreView { format: SegmentFormat::per_channel(Bits::Two), calibration, spans: of(1) },
-            ];
-            let run = |(sequence, &queries): (usize, &usize)| {
-                let queries = queries.min(starts[sequence]).max(1);
-                let visible = match (window, sequence) {
-                    (None, _) | (_, 0) => Visible::Causal,
-                    (Some(left), 1) => Visible::Window { left },
-                    (Some(left), _) => {
-                        let bytes: Vec<u8> = (0..(queries * queries).div_ceil(8)).map(|i| (i * left) as u8).collect();
-                        Visible::Tree(TreeMask::from_bits(queries, queries, &bytes).unwrap())
-                    }
-                };
-                QueryRun::new(sequence, queries, visible)
-            };
-            let runs: Vec<QueryRun> = queries.iter().enumerate().map(run).collect();
-            let plan = AttendPlan::new(shape, &runs, &stores);
-            prop_assert_eq!(plan.is_ok(), starts.iter().all(|&tokens| tokens > 0));
-            let Ok(plan) = plan else { return Ok(()) };
-            let split = Split { target_items, tile_step, max_tiles };
-            let up_to = BlockQueries::up_to(block_queries);
-            let of = match kind {
-                0 => up_to,
-                1 => BlockQueries { least: 2, least_limited: 3, ..up_to },
-                3 => BlockQueries { least: 2, least_limited: 3, only_states: OnlyStates::Outputs, ..up_to },
-                _ => BlockQueries { least_spread: 3, ..up_to },
-            };
-            let work = Work::in_blocks(&plan, split, of).unwrap();
-
-            let mut states = vec![0; work.states()];
-            let (mut seen, mut written) = (vec![0; plan.rows()], vec![0; plan.rows()]);
-            for (segment, planned) in work.segments().iter().zip(plan.segments()) {
-                let mut scores = std::collections::HashSet::new();
-                for dispatch in segment.dispatches() {
-                    let items = segment.items_of(dispatch);
-                    prop_assert!(items.iter().map(|item| item.tokens).is_sorted_by(|a, b| a >= b), "the largest run first");
-                    for item in items {
-                        let tiles = (item.tokens as usize).div_ceil(TILE_TOKENS);
-                        let most_tiles = if kind % 2 == 1 { 4 * max_tiles } else { max_tiles };
-                        prop_assert!(tiles >= 1 && tiles <= most_tiles.next_multiple_of(tile_step));
-                        prop_assert!(dispatch.most_queries <= block_queries);
-                        let queries = dispatch.workgroups.unwrap_or(1) * dispatch.most_queries;
-                        prop_assert!((1..=queries).contains(&(item.queries as usize)));
-                        prop_assert!(dispatch.most_queries == 1 || item.later == 0 || kind % 2 == 1);
-                        prop_assert!(dispatch.mask != ItemMask::Bits || item.queries == 1);
-                        let at = item.page_offset as usize;
-                        let span = planned.spans().iter().find(|span| {
-                            (span.first_page..span.first_page + span.tokens.div_ceil(TILE_TOKENS)).contains(&at)
-                        }).unwrap();
-                        prop_assert_eq!(span.range_slot, item.range_slot as usize);
-                        prop_assert!(segment.pages_of(dispatch, item).eq(planned.pages()[at..at + tiles].iter().copied()));
-                        for query in 0..item.queries {
-                            let row = (item.row + query) as usize;
-                            let first = span.start + (at - span.first_page) * TILE_TOKENS;
-                            let run = &plan.runs()[span.run];
-                            for token in 0..item.tokens as usize {
-                                let shown = token as u32 + item.later.saturating_sub(query) < item.tokens;
-                                let is_seen = shown && match dispatch.mask {
-                                    ItemMask::None => true,
-                                    ItemMask::Bits => segment.sees(item, token),
-                                    ItemMask::Start => token as u32 >= item.scores + query * item.score_stride,
-                                };
-                                prop_assert_eq!(is_seen, run.sees(row - run.first_row, first + token));
-                                seen[row] += usize::from(is_seen);
-                            }
-                            let state = item.state + query * item.stride;
-                            if work.rows()[row] == StateRows::WRITTEN {
-                                prop_assert!(kind == 3 && item.queries > 1 && item.states == 0 && dispatch.most_queries > 2);
-                                written[row] += 1;
-                            } else {
-                                prop_assert!((work.rows()[row].first..work.rows()[row].end).contains(&state));
-                                states[state as usize] += 1;
-                            }
-                            let rows = work.rows()[item.row as usize];
-                            prop_assert_eq!((item.first_state, item.states), (rows.first, rows.end - rows.first));
-                            prop_assert_eq!(segment.queries()[(item.query + query) as usize].row as usize, row);
-                        }
-                        if segment.calibration().is_some() {
-                            prop_assert_eq!(dispatch.most_queries, 1);
-                            for first in (0..item.queries).map(|query| (item.scores + query * item.score_stride) as usize) {
-                                prop_assert!((first..first + tiles).all(|tile| tile < segment.score_tiles() && scores.insert(tile)));
-                            }
-                        }
-                    }
-                }
-            }
-            for run in plan.runs() {
-                for query in 0..run.run.queries {
-                    let (row, length) = (run.first_row + query, starts[run.run.sequence]);
-                    let sees = (0..length).filter(|&position| run.sees(query, position)).count();
-                    prop_assert_eq!(seen[row], sees);
-                    let states_of = work.rows()[row];
-                    let is_written = states_of == StateRows::WRITTEN;
-                    prop_assert_eq!(written[row], u32::from(is_written));
-                    prop_assert!(is_written || states_of.end > states_of.first || sees == 0);
-                }
-            }
-            for rows in work.rows() {
-                prop_assert!((rows.first..rows.end).all(|row| states[row as usize] == 1));
-            }
-            prop_assert!(work.rows().iter().all(|rows| (rows.first..rows.end).len() <= work.most_states()));
-            prop_assert!(work.rows().iter().any(|rows| (rows.first..rows.end).len() == work.most_states()));
-        }
     }
 }

@@ -96,15 +96,19 @@ impl Session {
         }
     }
 
-    /// Names of the conformance checks whose name contains `filter`, or one of its parts between commas: the
-    /// quick ones, or all.
-    pub fn checks(&self, all: bool, filter: &str) -> Vec<String> {
-        let named = |check: &Check| filter.split(',').any(|part| check.name().contains(part));
-        let wanted = |check: &Check| (all || check.is_quick()) && named(check);
-        checks().iter().filter(|check| wanted(check)).map(|check| check.name().to_string()).collect()
+    /// Names of the conformance checks whose name contains `filter`, or one of its parts between commas.
+    pub fn checks(&self, filter: &str) -> Vec<String> {
+        named(&checks(), filter)
     }
 
-    /// Runs the check of this name; yields a row. Rejects on a lost device.
+    /// Those of these checks that are quick.
+    #[wasm_bindgen(js_name = quickChecks)]
+    pub fn quick_checks(&self, filter: &str) -> Vec<String> {
+        let quick: Vec<Check> = checks().into_iter().filter(Check::is_quick).collect();
+        named(&quick, filter)
+    }
+
+    /// Runs the check of this name and returns a row. Rejects on a lost device.
     pub async fn check(&self, name: &str) -> JsResult<JsValue> {
         let found = checks().into_iter().find(|check| check.name() == name);
         let found = found.ok_or_else(|| js_sys::Error::new(&format!("there is no check '{name}'")))?;
@@ -166,7 +170,7 @@ impl BenchRun {
         read / 1e9
     }
 
-    /// Checks and times the format at `index`; yields its row.
+    /// Checks and times the format at `index`, and returns its row.
     pub async fn row(&mut self, index: usize) -> JsResult<JsValue> {
         let format = bench::formats().get(index).copied().ok_or_else(|| no_such("format", index))?;
         let row = match &mut self.0 {
@@ -210,7 +214,7 @@ impl QualityRun {
         quality::formats().iter().map(ToString::to_string).collect()
     }
 
-    /// Measures the format at `index`; yields its row.
+    /// Measures the format at `index`, and returns its row.
     pub async fn row(&mut self, index: usize) -> JsResult<JsValue> {
         let format = quality::formats().get(index).copied().ok_or_else(|| no_such("format", index))?;
         let row = match &mut self.0 {
@@ -227,6 +231,12 @@ impl QualityRun {
             QualityOn::Cpu(_, quality) => quality.report(),
         })
     }
+}
+
+/// Names of these checks that contain `filter`, or one of its parts between commas.
+fn named(checks: &[Check], filter: &str) -> Vec<String> {
+    let names = checks.iter().map(|check| check.name().to_string());
+    names.filter(|name| filter.split(',').any(|part| name.contains(part))).collect()
 }
 
 fn no_such(what: &'static str, index: usize) -> JsValue {

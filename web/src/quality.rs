@@ -50,7 +50,7 @@ pub struct QualityRow {
     pub times_smaller: f64,
 }
 
-/// A layer of real data, and what exact attention over it yields.
+/// A layer of real data, and the outputs of exact attention over it.
 pub struct Quality<B: Backend> {
     shape: AttentionShape,
     tokens: usize,

@@ -19,7 +19,7 @@ const info = session.gpuDevice().adapterInfo;
 console.log(`${info.description || info.device} (${info.vendor}), path ${path}`);
 
 let failed = 0;
-const names = session.checks(false, filter);
+const names = session.quickChecks(filter);
 for (const name of names) {
   const row = await session.check(name);
   console.log(`${row.outcome} ${row.check} ${row.nmse?.toExponential(1)} ${Math.round(row.milliseconds)} ms ${row.reason ?? ""}`);

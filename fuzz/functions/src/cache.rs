@@ -113,7 +113,7 @@ fn run(
     Ok(())
 }
 
-/// Keys and values of so many tokens.
+/// Keys and values of this many tokens.
 fn rows(shape: &AttentionShape, tokens: usize, seed: u8) -> (RowLayout, CpuTensor, CpuTensor) {
     let elements = tokens * shape.kv_heads() * shape.head_dim();
     let wave = |rate: f32| {
@@ -122,7 +122,7 @@ fn rows(shape: &AttentionShape, tokens: usize, seed: u8) -> (RowLayout, CpuTenso
     (RowLayout::token_major(tokens, shape), CpuTensor::F32(wave(0.37)), CpuTensor::F32(wave(0.53)))
 }
 
-/// Holds attention of a sequence that has tokens against exact attention over what the cache says that it stores.
+/// Compares attention of a sequence that has tokens with exact attention over its stored keys and values.
 fn attend(cache: &KvCache<Cpu>, sequence: usize) {
     let shape = *cache.shape();
     let query: Vec<f32> = (0..shape.query_heads() * shape.head_dim()).map(|i| (i as f32 * 0.71).cos()).collect();

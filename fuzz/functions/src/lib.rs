@@ -1,7 +1,7 @@
 //! The fuzz targets as functions of bytes: `cargo fuzz run <name>` runs them under libFuzzer, and the test `corpus` of
 //! this package replays `fuzz/corpus` through them on stable Rust.
 //!
-//! Each may refuse what it is given, but panic only over a mistake of kvpack's. It returns whether it took its input: a
+//! Each may refuse what it is given, but panic only over a mistake in kvpack. It returns whether it took its input: a
 //! run that takes none has fuzzed nothing but the first check.
 
 mod cache;

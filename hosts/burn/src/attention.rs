@@ -1,4 +1,4 @@
-//! kvpack's attention over tensors of burn's. The integration is what lies between the marks.
+//! kvpack's attention over burn tensors. The integration is what lies between the marks.
 
 use crate::Result;
 

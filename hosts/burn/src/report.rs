@@ -28,7 +28,7 @@ fn run() -> Run {
     Run { command: format!("burn-host {arguments}"), ..of_command }
 }
 
-/// What a study says before its table.
+/// Prints the lines before the table of a study.
 pub fn heading(backend: &Wgpu, study: &str, model: &str) {
     let Run { commit, date, command, .. } = run();
     println!("\n{study}: {model}; {}; commit {}; {date}", backend.name(), commit.unwrap_or("unknown".into()));

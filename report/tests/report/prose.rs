@@ -208,11 +208,25 @@ fn documentation(code: &str) -> String {
 
 /// Folders whose documentation is read as the documents are: the library's, the crates' and the command's, of which help
 /// texts are made.
-const DOCUMENTED: [&str; 6] = ["src", "device/src", "weights/src", "report/src", "cli/src", "examples"];
+const DOCUMENTED: [&str; 14] = [
+    "src",
+    "device/src",
+    "weights/src",
+    "report/src",
+    "cli/src",
+    "examples",
+    "hosts/serving/src",
+    "hosts/burn/src",
+    "hosts/candle/src",
+    "hosts/candle/cuda/src",
+    "python/src",
+    "web/src",
+    "web/build/src",
+    "fuzz/functions/src",
+];
 
-/// What is not held to plain English: the diaries of the lab, which are records of their time, and the folders of
-/// kernels.
-const NOT_HELD: [&str; 3] = ["lab/", "src/wgpu/", "src/cuda/"];
+/// What is not held to plain English: the diaries of the lab, which are records of their time.
+const NOT_HELD: [&str; 1] = ["lab/"];
 
 fn is_held(document: &Path) -> bool {
     !NOT_HELD.iter().any(|folder| name(document).starts_with(folder))

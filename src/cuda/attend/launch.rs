@@ -66,7 +66,7 @@ unsafe impl DeviceRepr for StoringCall {}
 
 /// When a launch of `attend` begins: `early` of its call.
 #[derive(Clone, Copy, Debug)]
-enum Begins {
+pub(in crate::cuda) enum Begins {
     /// After the kernels before it.
     After,
     /// Overlapping with the kernels that store what its layer appends.
@@ -149,16 +149,14 @@ impl BoundAttendStep {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::BesideStoring))
     }
 
-    /// [`Self::launch`] on `stream`, from and to tensors of the same rows as those that were bound; `beside_storing`
-    /// as [`Self::launch_beside_storing`].
+    /// [`Self::launch`] on `stream`, from and to tensors of the same rows as those that were bound.
     pub(in crate::cuda) fn launch_on(
         &self,
         stream: &Arc<CudaStream>,
         queries: &Tensor,
         output: &Tensor,
-        beside_storing: bool,
+        begins: Begins,
     ) -> Result<()> {
-        let begins = if beside_storing { Begins::BesideStoring } else { Begins::After };
         let on_tensors = |launch: &Launch| {
             let (queries, query_type) = (queries.address(), queries.type_code());
             let (output, output_type) = (output.address(), output.type_code());

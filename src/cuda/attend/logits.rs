@@ -1,4 +1,4 @@
-//! How scores become logits in a launch: what its kernel is compiled with beside the format.
+//! How scores become logits in a launch: what its kernel is compiled with in addition to the format.
 
 use crate::plan::Scoring;
 

@@ -300,39 +300,20 @@ fn whole_part(index: usize, block: &Block, run: &PlannedRun, span: &PlannedSpan)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::HashMap;
+mod coverage;
 
+#[cfg(test)]
+mod tests {
     use super::super::attend_step::AttendStep;
     use super::super::kernel::SegmentKernel;
-    use super::super::segment::{Item, PlannedLaunch};
+    use super::super::segment::PlannedLaunch;
     use super::*;
     use crate::Bits;
-    use crate::format::{SegmentFormat, TILE_TOKENS};
+    use crate::format::SegmentFormat;
     use crate::plan::{Page, QueryRun, SpanView, StoreView, TreeMask};
-    use proptest::prelude::*;
 
-    const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
-
-    /// Whether a query of an item sees a token of it: what the kernels make of its limits.
-    fn is_seen(launch: &PlannedLaunch, item: &Item, query: i32, token: i32) -> bool {
-        let mask = match launch.kernel {
-            SegmentKernel::Attend(variant) if variant.moving => {
-                let windowed = variant.logits.mask == TokenMask::Window;
-                return (!windowed || item.from + query <= token) && token < item.seen + query;
-            }
-            SegmentKernel::Run(_) => return item.from + query <= token && token < item.seen + query,
-            SegmentKernel::Attend(variant) => variant.logits.mask,
-        };
-        match mask {
-            TokenMask::None => true,
-            TokenMask::Window => token >= item.seen,
-            TokenMask::Tree => {
-                let bit = (token - item.seen) as usize;
-                token < item.seen || item.tree[bit / 32] >> (bit % 32) & 1 == 1
-            }
-        }
-    }
+    pub(super) const H200: DeviceFacts =
+        DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
 
     /// Long runs whose queries move evenly take the kernel of many queries.
     #[test]
@@ -388,108 +369,6 @@ mod tests {
                     least = (least.0.min(begun.elapsed().as_secs_f64() * 1e3), items);
                 }
                 println!("{sequences} × {tokens} {name}: {:.3} ms, {} items", least.0, least.1);
-            }
-        }
-    }
-
-    proptest! {
-        /// Whatever kernel takes a query: it gets every token that it sees once and no other, each of its items
-        /// has a state row of its own, and where a launch merges these, one of the blocks that it is launched for
-        /// is the query's.
-        #[test]
-        fn every_query_gets_what_it_sees(
-            lengths in prop::collection::vec((0usize..3, 1usize..900), 3..14),
-            group in prop::sample::select(vec![1usize, 4, 7, 64, 300]),
-            wanted in prop::collection::vec((1usize..400, 0usize..5, 1usize..500), 3),
-            sketch in any::<bool>(),
-        ) {
-            let shape = AttentionShape::new(2 * group, 2, 128).unwrap();
-            let mut starts = [0; 3];
-            let pages: Vec<Page> = (0..8).map(|index| Page { shard: 0, index }).collect();
-            let spans: Vec<SpanView<'_>> = lengths.iter().map(|&(sequence, tokens)| {
-                starts[sequence] += tokens;
-                let pages = &pages[..tokens.div_ceil(TILE_TOKENS)];
-                SpanView { sequence, start: starts[sequence] - tokens, tokens, gathered: None, pages, range_slot: 0 }
-            }).collect();
-            prop_assume!(starts.iter().all(|&tokens| tokens > 0));
-            let packed = match sketch {
-                true => SegmentFormat::turboquant_prod(Bits::Four, 128),
-                false => SegmentFormat::saw_int4(),
-            };
-            let of = |parity: usize| spans.iter().skip(parity).step_by(2).cloned().collect::<Vec<_>>();
-            let store = |format, spans| StoreView { format, calibration: None, spans };
-            let stores = [store(SegmentFormat::F16, of(0)), store(packed, of(1))];
-            let runs: Vec<QueryRun> = wanted.iter().enumerate().map(|(sequence, &(queries, kind, left))| {
-                let queries = queries.min(starts[sequence]);
-                let bits = || (0..(queries * queries).div_ceil(8)).map(|i| (i * left) as u8).collect::<Vec<_>>();
-                let visible = match kind {
-                    0 => Visible::All,
-                    1 => Visible::Causal,
-                    2 => Visible::Window { left },
-                    4 => {
-                        let at = left.min(starts[sequence] - 1);
-                        let spans = std::iter::once(at / 2..at + 1).collect();
-                        Visible::Spans { left: (left % 2 == 0).then_some(left), spans }
-                    }
-                    _ => Visible::Tree(TreeMask::from_bits(queries, queries, &bits()).unwrap()),
-                };
-                QueryRun::new(sequence, queries, visible)
-            }).collect();
-            let plan = AttendPlan::new(shape, &runs, &stores).unwrap();
-            let step = AttendStep::for_device(&H200, &plan).unwrap();
-
-            let mut seen = vec![0; plan.rows()];
-            let mut states = HashMap::new();
-            let mut merged = vec![0; plan.rows()];
-            let mut many = false;
-            for segment in step.segments() {
-                let run_kernel = matches!(segment.kernel, SegmentKernel::Run(_));
-                many |= run_kernel;
-                for (at, item) in segment.items.iter().enumerate() {
-                    for query in 0..item.queries {
-                        let row = (item.row + query) as usize;
-                        seen[row] += (0..item.tokens as i32).filter(|&t| is_seen(segment, item, query as i32, t)).count();
-                        let state = item.state + query * item.stride;
-                        let first = item.first_state + query * item.stride;
-                        prop_assert!((first..first + item.states).contains(&state));
-                        // A state that is an output shares its row.
-                        if item.states > 1 {
-                            prop_assert!(states.insert(state, row).is_none() || segment.cluster > 1);
-                        }
-                        if run_kernel && item.states > 1 && item.state == item.first_state {
-                            prop_assert!(at < segment.merged_items);
-                            merged[row] += 1;
-                        }
-                        prop_assert!(!run_kernel || item.states == 1 || merged[row] <= 1);
-                    }
-                }
-            }
-            // Every item of a query knows how many states there are to wait for and to merge.
-            let mut count = vec![0; plan.rows()];
-            for segment in step.segments() {
-                for item in segment.items.iter().step_by(segment.cluster) {
-                    (item.row..item.row + item.queries).for_each(|row| count[row as usize] += 1);
-                }
-            }
-            for item in step.segments().iter().flat_map(|segment| &segment.items) {
-                for row in item.row..item.row + item.queries {
-                    prop_assert_eq!(item.states, count[row as usize], "row {} of {:?}", row, item);
-                }
-            }
-            let kernels = QueryKernels::of(&H200, &plan);
-            let takes_many = |run: &PlannedRun| kernels.of_run(run) == RunKernel::Many;
-            let rows_of_many = plan.runs().iter().filter(|run| takes_many(run));
-            prop_assert_eq!(many, !sketch && rows_of_many.count() > 0);
-            for run in plan.runs() {
-                for query in 0..run.run.queries {
-                    let length = starts[run.run.sequence];
-                    let sees = (0..length).filter(|&position| run.sees(query, position)).count();
-                    prop_assert_eq!(seen[run.first_row + query], sees);
-                    let own = states.values().filter(|&&row| row == run.first_row + query).count();
-                    let by_launch = many && takes_many(run) && own > 1;
-                    // Blocks of at most two queries leave a single query of an odd run to `attend`.
-                    prop_assert!(merged[run.first_row + query] == usize::from(by_launch) || kernels.rows.is_none_or(|rows| rows.most_queries(&shape) < 3));
-                }
             }
         }
     }

@@ -104,9 +104,9 @@ type Sizes = [usize; 5];
 
 impl AttendVariant {
     /// The variants that serve a format best, for spans of up to `longest_span` tiles. One has blocks that own a
-    /// multiprocessor. One has fewer warps, if the first has so many that a few steps would leave some idle. For few
-    /// bits, one has blocks that share a multiprocessor in pairs, for steps with more blocks than multiprocessors. For
-    /// short spans, one has small blocks, several of which share a multiprocessor.
+    /// multiprocessor. One has fewer warps, if a few steps would leave some warps of the first idle. For few bits, one has
+    /// blocks that share a multiprocessor in pairs, for steps with more blocks than multiprocessors. For short spans, one
+    /// has small blocks, several of which share a multiprocessor.
     pub(super) fn candidates(
         pages: PageFormat,
         group: usize,

@@ -99,7 +99,7 @@ pub(super) fn functions() -> Result<&'static Functions> {
     })
 }
 
-/// The library, or what the loader says.
+/// The library, or the loader's reasons why there is none.
 fn load_nccl() -> std::result::Result<Library, String> {
     // The name in run-time packages, and that in development packages.
     let names = [format!("{DLL_PREFIX}nccl{DLL_SUFFIX}.2"), format!("{DLL_PREFIX}nccl{DLL_SUFFIX}")];
@@ -129,7 +129,7 @@ fn load() -> std::result::Result<Functions, String> {
 }
 
 impl Functions {
-    /// What a result means, and what the communicator says about it.
+    /// The meaning of a result, and the communicator's own message about it.
     pub(super) fn message(&self, communicator: Communicator, result: c_int) -> String {
         let text = |text: *const c_char| match text.is_null() {
             true => String::new(),

@@ -338,6 +338,7 @@ pub(super) fn at_most(what: &str, needed: usize, allowed: usize) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::examples::layout as example;
     use super::*;
     use crate::Bits;
 
@@ -372,5 +373,43 @@ mod tests {
         ] {
             assert_eq!(found(layout(pages, slots, centres), has), fits, "{pages} {slots} {centres} {has}");
         }
+    }
+
+    #[test]
+    fn sections_do_not_overlap() {
+        let layout = example();
+        let firsts: Vec<usize> = layout.sections().map(|section| layout.first_entry(section)).collect();
+        assert_eq!(firsts, [0, 3, 6, 7, 8, 12, 13]);
+    }
+
+    #[test]
+    fn layouts_that_no_kernel_can_serve_are_refused() {
+        let shape = AttentionShape::new(2, 2, 64).unwrap();
+        let of = |format, tokens| StoreCapacity {
+            format,
+            shard_pages: vec![1],
+            range_slots: 1,
+            tokens,
+            copies: 0,
+            centres: 0,
+            centre_slots: 0,
+        };
+        let channels = SegmentFormat::per_channel(Bits::Four);
+        let new = |stores: Vec<StoreCapacity>, from, to| {
+            WriteLayout::new(shape, 1, stores, vec![WindowCapacity { from, to, windows: 1, newer: 0 }])
+        };
+        let f16 = SegmentFormat::F16;
+        assert!(new(vec![of(f16, 1), of(channels, 0)], 0, 1).is_ok());
+        assert!(new(vec![of(f16, 1), of(channels, 1)], 0, 1).is_err(), "ranges over tokens take no single ones");
+        assert!(new(vec![of(channels, 0), of(f16, 0)], 0, 1).is_err(), "windows are f16");
+        assert!(new(vec![of(f16, 1)], 0, 0).is_err() && new(vec![of(f16, 1)], 0, 1).is_err());
+    }
+
+    /// A window must not hold anything that its packed form cannot.
+    #[test]
+    fn the_largest_element_is_that_of_all_stores_on_the_way() {
+        let layout = example();
+        assert_eq!(layout.largest_element(0, KeyOrValue::Key), 32752.0);
+        assert_eq!(layout.largest_element(1, KeyOrValue::Value), 32752.0);
     }
 }

@@ -10,7 +10,10 @@
 //! - a [`WriteTable`] holds these writes as words, checked against the layout: kernels bound to the layout stay in
 //!   bounds for every table of it.
 
+mod check;
 mod entry;
+#[cfg(test)]
+mod examples;
 mod layout;
 mod moved_on;
 mod single;

@@ -40,8 +40,8 @@ const MOST_SUBGROUPS: usize = 8;
 const KEPT_WORDS: usize = 8;
 /// Steps of levels in the half 1: see `attend/codes.wgsl#level_halves`.
 const LEVEL_STEPS: f32 = 128.0;
-/// Number of buffers that the kernel binds at most: those of keys and values, their ranges, four of work, the states,
-/// and three for outputs, log-sum-exps and sinks.
+/// Most buffers that the kernel binds: those of keys and values, their ranges, four of work, the states, and three for
+/// outputs, log-sum-exps and sinks.
 const BUFFERS: u32 = 12;
 
 impl Specialisation<'_> {

@@ -148,11 +148,15 @@ impl MatrixCut {
         self.variant("attention_row_stats_matrix", queries).with_matrices()
     }
 
-    /// The kernel that measures columns, and counts.
-    pub fn column_variant(&self, queries: ElementType, aggregation: HeadAggregation, counting: bool) -> Variant {
+    /// The kernel that measures columns.
+    pub fn column_variant(&self, queries: ElementType, aggregation: HeadAggregation) -> Variant {
         let variant = self.variant("attention_column_stats_matrix", queries).with_matrices();
-        let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
-        if counting { variant.import("counting", "select/matrix_counting.wgsl#rows") } else { variant }
+        variant.constant("AGGREGATION", aggregation_constant(aggregation))
+    }
+
+    /// The kernel that also counts the keys at or above the threshold of each row.
+    pub fn counting_column_variant(&self, queries: ElementType, aggregation: HeadAggregation) -> Variant {
+        self.column_variant(queries, aggregation).import("counting", "select/matrix_counting.wgsl#rows")
     }
 
     fn variant(&self, kernel: &'static str, queries: ElementType) -> Variant {
@@ -221,7 +225,7 @@ mod tests {
         for (heads, head_dim, rows) in [(8, 128, 50), (1, 64, 1), (4, 96, 300), (32, 80, 7)] {
             let cut = cut([heads, 1, head_dim], [rows, 1000], HeadAggregation::Each, &capabilities).unwrap();
             let declared = ElementType::ALL.map(|queries| {
-                let columns = cut.column_variant(queries, HeadAggregation::Each, true);
+                let columns = cut.counting_column_variant(queries, HeadAggregation::Each);
                 [cut.row_variant(queries), columns].map(|variant| {
                     let module = naga::front::wgsl::parse_str(&variant.source().unwrap().wgsl).unwrap();
                     let mut layouter = naga::proc::Layouter::default();

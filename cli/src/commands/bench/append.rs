@@ -15,6 +15,7 @@ use kvpack_report::{Median, Run, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
+use super::output::Style;
 use super::timed::{Guard, SPREAD, Timed, figure, figure_or_dash};
 use crate::outcome::Wrong;
 use crate::print::{self, note, say};
@@ -136,7 +137,12 @@ struct AppendRow {
 ///
 /// # Errors
 /// When the backend fails; [`Wrong`] when it stored something else than `quantize` does.
-pub fn run<B: TimedStores + Timed>(backend: &B, driver: String, formats: Vec<SegmentFormat>, json: bool) -> Result<()> {
+pub fn run<B: TimedStores + Timed>(
+    backend: &B,
+    driver: String,
+    formats: Vec<SegmentFormat>,
+    style: Style,
+) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     let progress = ProgressBar::new(formats.len() as u64).with_style(print::bar());
     let run = provenance::run(driver, backend.guard_tolerance());
@@ -163,7 +169,7 @@ pub fn run<B: TimedStores + Timed>(backend: &B, driver: String, formats: Vec<Seg
         rows,
     };
     let tolerated = backend.guard_tolerance().map_or(UNSTEADY_PERCENT, |fraction| fraction * 100.0);
-    if json { print::json(&report) } else { print_report(&report, tolerated) }
+    if style == Style::Json { print::json(&report) } else { print_report(&report, tolerated) }
 }
 
 async fn row<B: TimedStores + Timed>(

@@ -4,7 +4,7 @@
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use kvpack::backend::AttendOptions;
-use kvpack::conformance::{BatchLengths, DecodeData, DecodeShape, PageOrder, Workload};
+use kvpack::conformance::{DecodeData, DecodeShape, Workload};
 use kvpack::cpu::nmse;
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
@@ -12,6 +12,7 @@ use kvpack_report::{Run, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
+use super::output::Style;
 use super::timed::{Guard, SPREAD, Timed, figure};
 use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
@@ -63,9 +64,9 @@ struct CausalRow {
 ///
 /// # Errors
 /// When the backend fails; [`Wrong`] when a run differs from its queries one by one.
-pub fn run<B: Timed>(backend: &B, driver: String, formats: &[SegmentFormat], json: bool) -> Result<Outcome> {
+pub fn run<B: Timed>(backend: &B, driver: String, formats: &[SegmentFormat], style: Style) -> Result<Outcome> {
     let run = provenance::run(driver, backend.guard_tolerance());
-    pollster::block_on(run_rows(backend, run, formats, json))
+    pollster::block_on(run_rows(backend, run, formats, style))
 }
 
 /// The formats of the suite.
@@ -81,7 +82,7 @@ pub fn formats() -> [SegmentFormat; 6] {
     ]
 }
 
-async fn run_rows<B: Timed>(backend: &B, run: Run, formats: &[SegmentFormat], json: bool) -> Result<Outcome> {
+async fn run_rows<B: Timed>(backend: &B, run: Run, formats: &[SegmentFormat], style: Style) -> Result<Outcome> {
     let sizes = backend.sizes();
     let shape = AttentionShape::new(32, 8, HEAD_DIM)?;
     // A software device gets what it can do in a while.
@@ -107,7 +108,7 @@ async fn run_rows<B: Timed>(backend: &B, run: Run, formats: &[SegmentFormat], js
         }
     }
     progress.finish_and_clear();
-    if json {
+    if style == Style::Json {
         print::json(&report)?;
     } else {
         print_report(&report)?;
@@ -125,17 +126,7 @@ struct Stored<B: Timed> {
 
 impl<B: Timed> Stored<B> {
     async fn new(backend: &B, (shape, tokens): (AttentionShape, usize), format: SegmentFormat) -> Result<Self> {
-        let decode = DecodeShape {
-            name: "causal".into(),
-            shape,
-            sequences: 1,
-            tokens,
-            lengths: BatchLengths::Even,
-            pages: PageOrder::Consecutive,
-            span_tokens: usize::MAX,
-            quick: false,
-        };
-        let data = DecodeData::generated(backend, decode).await?;
+        let data = DecodeData::generated(backend, DecodeShape::even("causal", shape, 1, tokens)).await?;
         let footprint = backend.sizes().footprint;
         let workload = Workload::new(backend, &data, format.into(), footprint).await?;
         // The outputs of single queries are compared with f64 first.

@@ -5,7 +5,7 @@
 use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSource, TensorRows};
-use kvpack::conformance::{BatchFormat, BatchLengths, BatchPart, DecodeData, DecodeShape, PageOrder, Workload};
+use kvpack::conformance::{BatchFormat, BatchPart, DecodeData, DecodeShape, Workload};
 use kvpack::plan::{Rows, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
 use kvpack_report::{Median, Run, Spread};
@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::evict::{Call, Prompt, TimedSelection, time_calls};
+use super::output::Style;
 use super::timed::{Guard, SPREAD, Timed, figure, figure_or_dash};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
@@ -101,7 +102,7 @@ impl PackRow {
 ///
 /// # Errors
 /// When the backend fails; [`Wrong`] when a step differs from f64 attention over the stored data.
-pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result<()> {
+pub fn run<B: TimedSelection>(backend: &B, driver: String, style: Style) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
     let (sequences, tokens) = if backend.sizes().is_gpu() { (8, 32_768) } else { (1, 1024) };
@@ -122,16 +123,7 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
     let mut steps = Vec::new();
     for Step { what, format, span_tokens, fused } in wanted {
         progress.set_message(what.clone());
-        let decode = DecodeShape {
-            name: "chunks".into(),
-            shape,
-            sequences,
-            tokens,
-            lengths: BatchLengths::Even,
-            pages: PageOrder::Consecutive,
-            span_tokens,
-            quick: false,
-        };
+        let decode = DecodeShape { span_tokens, ..DecodeShape::even("chunks", shape, sequences, tokens) };
         steps.push(pollster::block_on(step_row(backend, &mut guard, decode, (what, format, fused), bandwidth))?);
         progress.inc(1);
     }
@@ -150,7 +142,7 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, json: bool) -> Result
         steps,
         packing,
     };
-    if json { print::json(&report) } else { print_report(&report) }
+    if style == Style::Json { print::json(&report) } else { print_report(&report) }
 }
 
 async fn step_row<B: Timed>(

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use half::f16;
-use kvpack::conformance::{BatchLengths, DecodeShape, PageOrder, SequenceData};
+use kvpack::conformance::{DecodeShape, SequenceData};
 use kvpack::cpu::CpuTensor;
 use kvpack::plan::RowLayout;
 
@@ -19,16 +19,7 @@ pub fn subject(NamedDump { name, dump }: NamedDump) -> Subject {
     let layer = layers.swap_remove(layers.len() / 2);
     let name = Path::new(&name).file_stem().unwrap_or_default().to_string_lossy();
     Subject {
-        decode: DecodeShape {
-            name: format!("{name} layer {}", layer.index),
-            shape: layer.shape,
-            sequences: SEQUENCES,
-            tokens: layer.tokens,
-            lengths: BatchLengths::Even,
-            pages: PageOrder::Consecutive,
-            span_tokens: usize::MAX,
-            quick: true,
-        },
+        decode: DecodeShape::even(format!("{name} layer {}", layer.index), layer.shape, SEQUENCES, layer.tokens),
         data: Some(sequence(layer)),
     }
 }

@@ -10,6 +10,7 @@ use kvpack_weights::{Bits, GroupSize, Groups, LinearShape, PackedCodes, Path, Qu
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
+use super::output::Style;
 use super::timed::{Guard, Timed};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
@@ -112,7 +113,7 @@ struct LinearRow {
 ///
 /// # Errors
 /// When the device fails; [`Wrong`] when a product differs from f64 products over the stored codes.
-pub fn run<B: TimedLinear>(backend: &B, driver: String, json: bool) -> Result<()> {
+pub fn run<B: TimedLinear>(backend: &B, driver: String, style: Style) -> Result<()> {
     backend.check_linear()?;
     let is_gpu = backend.sizes().is_gpu();
     let layers: &[[usize; 2]] = if is_gpu { &LAYERS } else { &SMALL_LAYERS };
@@ -120,7 +121,7 @@ pub fn run<B: TimedLinear>(backend: &B, driver: String, json: bool) -> Result<()
     let run = provenance::run(driver, backend.guard_tolerance());
     let mut guard = pollster::block_on(Guard::new(backend))?;
     let bandwidth = pollster::block_on(backend.read_bandwidth())?;
-    if !json {
+    if style != Style::Json {
         say!("read bandwidth {:.0} GB/s; groups of {GROUP}, f16 activations", bandwidth / 1e9)?;
         say!("bits  outputs × inputs  rows        µs   GB/s  % read  TFLOP/s  kernel")?;
     }
@@ -135,14 +136,14 @@ pub fn run<B: TimedLinear>(backend: &B, driver: String, json: bool) -> Result<()
             let layers = (0..copies).map(|_| backend.upload_linear(&linear)).collect::<Result<Vec<_>>>()?;
             for &rows in rows {
                 let row = pollster::block_on(timed(backend, &linear, &layers, rows, bandwidth, &mut guard))?;
-                if !json {
+                if style != Style::Json {
                     print_row(&row)?;
                 }
                 found.push(row);
             }
         }
     }
-    if json {
+    if style == Style::Json {
         let read_gigabytes_per_second = bandwidth / 1e9;
         print::json(&LinearReport { backend: backend.name(), run, read_gigabytes_per_second, rows: found })?;
     }

@@ -199,7 +199,7 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
     #[cfg(feature = "cuda")]
     if args.suite == Some(SuiteName::Ranks) {
         args.backend.refuse_other_than_cuda("--suite ranks")?;
-        return ranks::run(args.ranks.unwrap_or(2), args.rank, nvidia_driver(), args.json);
+        return ranks::run(args.ranks.unwrap_or(2), args.rank, nvidia_driver(), args.style());
     }
     #[cfg(feature = "cuda")]
     if args.ranks.is_some() {
@@ -223,16 +223,16 @@ fn bench<B: TimedStores + TimedModel + TimedSelection + TimedLinear>(
     match args.suite {
         None | Some(SuiteName::Decode | SuiteName::Mixed) => bench_steps(args, backend, driver),
         Some(SuiteName::Append) => {
-            append::run(backend, driver, args.segment_formats()?, args.json).map(|()| Outcome::Passed)
+            append::run(backend, driver, args.segment_formats()?, args.style()).map(|()| Outcome::Passed)
         }
-        Some(SuiteName::Causal) => causal::run(backend, driver, &args.segment_formats()?, args.json),
-        Some(SuiteName::Chunks) => chunks::run(backend, driver, args.json).map(|()| Outcome::Passed),
-        Some(SuiteName::Evict) => evict::run(backend, driver, args.json).map(|()| Outcome::Passed),
-        Some(SuiteName::Linear) => linear::run(backend, driver, args.json).map(|()| Outcome::Passed),
-        Some(SuiteName::Prefill) => prefill::run(backend, driver, prefill::Chosen::of(args), args.json),
+        Some(SuiteName::Causal) => causal::run(backend, driver, &args.segment_formats()?, args.style()),
+        Some(SuiteName::Chunks) => chunks::run(backend, driver, args.style()).map(|()| Outcome::Passed),
+        Some(SuiteName::Evict) => evict::run(backend, driver, args.style()).map(|()| Outcome::Passed),
+        Some(SuiteName::Linear) => linear::run(backend, driver, args.style()).map(|()| Outcome::Passed),
+        Some(SuiteName::Prefill) => prefill::run(backend, driver, prefill::Chosen::of(args), args.style()),
         #[cfg(feature = "cuda")]
         Some(SuiteName::Ranks) => bail!("--suite ranks opens GPUs of its own"),
-        Some(SuiteName::Step) => step::run(backend, driver, args.json).map(|()| Outcome::Passed),
+        Some(SuiteName::Step) => step::run(backend, driver, args.style()).map(|()| Outcome::Passed),
     }
 }
 

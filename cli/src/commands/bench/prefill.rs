@@ -14,6 +14,7 @@ use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
 use kvpack_report::{Run, Spread, StepTimes, recipes};
 use serde::Serialize;
 
+use super::output::Style;
 use super::timed::{Guard, Timed, random_rows};
 use super::{BenchArgs, UNSTEADY_PERCENT};
 use crate::outcome::{Outcome, Wrong};
@@ -172,7 +173,7 @@ fn formats(shape: &AttentionShape, recipe: Option<&str>) -> Result<Vec<SegmentFo
 ///
 /// # Errors
 /// When the backend fails; [`Wrong`] when an output differs from f64.
-pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, json: bool) -> Result<Outcome> {
+pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, style: Style) -> Result<Outcome> {
     let batches = chosen.batches(backend.sizes().is_gpu())?;
     let run = provenance::run(driver, backend.guard_tolerance());
     let mut report = PrefillReport { backend: backend.name(), run, rows: Vec::new() };
@@ -184,7 +185,7 @@ pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, js
             progress.set_message(format!("{}, {format}", batch.name));
             match pollster::block_on(row(backend, &mut guard, batch, format)) {
                 Ok(row) => {
-                    if !json {
+                    if style != Style::Json {
                         progress.suspend(|| print_row(&row, report.rows.is_empty()))?;
                     }
                     report.rows.push(row);
@@ -200,7 +201,7 @@ pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, js
         }
     }
     progress.finish_and_clear();
-    if json {
+    if style == Style::Json {
         print::json(&report)?;
     } else {
         say!("\n{}: KvCache::attend_into by the wall clock, median of {SAMPLES} samples.", report.backend)?;

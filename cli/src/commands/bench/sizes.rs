@@ -5,7 +5,7 @@ use std::str::FromStr;
 use anyhow::{Result, ensure};
 use kvpack::AttentionShape;
 use kvpack::SegmentFormat;
-use kvpack::conformance::{BatchLengths, DecodeShape, PageOrder};
+use kvpack::conformance::DecodeShape;
 
 /// Sizes of decode steps; every combination of the values is timed.
 #[derive(Clone, Debug, clap::Args)]
@@ -103,16 +103,8 @@ fn step(sequences: usize, tokens: usize, heads: Heads, head_dim: usize) -> Resul
         (1..=MOST_SEQUENCES).contains(&sequences),
         "--batch {sequences}: from 1 to {MOST_SEQUENCES} sequences can be timed"
     );
-    let step = DecodeShape {
-        name: format!("b{sequences}-{}-h{}x{}-d{head_dim}", short(tokens), heads.query, heads.kv),
-        shape: AttentionShape::new(heads.query, heads.kv, head_dim)?,
-        sequences,
-        tokens,
-        lengths: BatchLengths::Even,
-        pages: PageOrder::Consecutive,
-        span_tokens: usize::MAX,
-        quick: false,
-    };
+    let name = format!("b{sequences}-{}-h{}x{}-d{head_dim}", short(tokens), heads.query, heads.kv);
+    let step = DecodeShape::even(name, AttentionShape::new(heads.query, heads.kv, head_dim)?, sequences, tokens);
     // As u128: heads may be any number.
     let bytes = [sequences, tokens, heads.kv, head_dim, 4].iter().fold(1, |product, &x| product * x as u128);
     ensure!(

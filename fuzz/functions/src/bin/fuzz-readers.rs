@@ -63,8 +63,8 @@ fn main() -> ExitCode {
     if found == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// How often a seed is changed, beside others: a large one takes as much time as many small ones, and most of it is the
-/// same data behind another header.
+/// How often a seed is changed in comparison with others. A large one takes as much time as many small ones, and most of
+/// it is the same data behind another header.
 fn share(seed: &[u8]) -> f64 {
     1.0 / (seed.len().max(SMALL) as f64)
 }

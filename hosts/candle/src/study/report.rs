@@ -67,7 +67,7 @@ fn to_file(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// What a study says before its table.
+/// Prints the lines before the table of a study.
 pub fn heading<R: Rig>(rig: &R, study: &str, model: &str) {
     let Run { commit, date, command, .. } = run();
     println!("\n{study}: {model}; {}; commit {}; {date}", rig.backend().name(), commit.unwrap_or("unknown".into()));

@@ -19,11 +19,13 @@ impl AttentionStatsPlan {
     }
 
     pub(super) fn column_variant(&self, cut: Option<&MatrixCut>, queries: ElementType, keys: ElementType) -> Variant {
-        let (aggregation, counting) = (self.request.columns.aggregation, self.log_threshold.is_some());
+        let (aggregation, counts) = (self.request.columns.aggregation, self.log_threshold.is_some());
         match cut {
-            Some(cut) => cut.column_variant(queries, aggregation, counting),
+            Some(cut) if counts => cut.counting_column_variant(queries, aggregation),
+            Some(cut) => cut.column_variant(queries, aggregation),
             None => {
-                let variant = column_variant(self.shape.head_dim(), aggregation, counting, queries, keys);
+                let variant = column_variant(self.shape.head_dim(), aggregation, queries, keys);
+                let variant = if counts { counting(variant) } else { variant };
                 if self.adding.is_some() { adding(variant) } else { variant }
             }
         }
@@ -34,16 +36,14 @@ fn row_variant(head_dim: usize, queries: ElementType, keys: ElementType) -> Vari
     typed(Variant::new(&SHADERS, "attention_row_stats"), head_dim, queries, keys)
 }
 
-fn column_variant(
-    head_dim: usize,
-    aggregation: HeadAggregation,
-    counting: bool,
-    queries: ElementType,
-    keys: ElementType,
-) -> Variant {
+fn column_variant(head_dim: usize, aggregation: HeadAggregation, queries: ElementType, keys: ElementType) -> Variant {
     let variant = typed(Variant::new(&SHADERS, "attention_column_stats"), head_dim, queries, keys);
-    let variant = variant.constant("AGGREGATION", aggregation_constant(aggregation));
-    if counting { variant.import("counting", "select/counting.wgsl#rows") } else { variant }
+    variant.constant("AGGREGATION", aggregation_constant(aggregation))
+}
+
+/// The same that also counts the keys at or above the threshold of each row.
+fn counting(variant: Variant) -> Variant {
+    variant.import("counting", "select/counting.wgsl#rows")
 }
 
 /// The same that adds to what is there.
@@ -63,8 +63,8 @@ pub(in crate::wgpu::select) fn variants() -> Vec<Variant> {
             let queries = ElementType::ALL[(i + j) % 3];
             found.push(row_variant(head_dim, queries, keys));
             for (k, aggregation) in HeadAggregation::ALL.into_iter().enumerate() {
-                let counting = (i + j + k) % 2 == 0;
-                let variant = column_variant(head_dim, aggregation, counting, queries, keys);
+                let variant = column_variant(head_dim, aggregation, queries, keys);
+                let variant = if (i + j + k) % 2 == 0 { counting(variant) } else { variant };
                 if keys == ElementType::F32 {
                     found.push(adding(variant.clone()));
                 }

@@ -13,7 +13,7 @@ use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use kvpack::backend::{AttendOptions, FilledStores, KeptAndEvicted, NewSpan, QueriesAndKeys, SpanSource};
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, Recipe};
-use kvpack::conformance::{BatchLengths, DecodeData, DecodeShape, PageOrder, Workload};
+use kvpack::conformance::{DecodeData, DecodeShape, Workload};
 use kvpack::plan::{Rows, TokenRange};
 use kvpack::policy::{
     ColumnRequest, DEFAULT_THRESHOLD, HeadAggregation, Merging, Policy, RowStatsSource, Spans, StatsRequest,
@@ -23,6 +23,7 @@ use kvpack_report::{Median, Run, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
+use super::output::Style;
 use super::timed::{Guard, SPREAD, Timed, figure_or_dash};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
@@ -131,7 +132,7 @@ impl<'a, B: Timed> Watched<'a, B> {
 ///
 /// # Errors
 /// When the backend fails; [`Wrong`] when a kernel computes something else than the host does.
-pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, json: bool) -> Result<()> {
+pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, style: Style) -> Result<()> {
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
     let lengths: &[usize] = if backend.sizes().is_gpu() { &[32_768, 131_072] } else { &[256] };
@@ -152,7 +153,7 @@ pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, json: bool) -
         head_dim: shape.head_dim(),
         rows: watched.rows,
     };
-    if json { print::json(&report) } else { print_report(&report) }
+    if style == Style::Json { print::json(&report) } else { print_report(&report) }
 }
 
 async fn time_rows<B: TimedSelection + Clone>(
@@ -298,17 +299,7 @@ async fn decode_row<B: Timed>(
     tokens: usize,
     format: SegmentFormat,
 ) -> Result<EvictRow> {
-    let decode = DecodeShape {
-        name: "evicted".into(),
-        shape,
-        sequences: 1,
-        tokens,
-        lengths: BatchLengths::Even,
-        pages: PageOrder::Consecutive,
-        span_tokens: usize::MAX,
-        quick: false,
-    };
-    let data = DecodeData::generated(backend, decode).await?;
+    let data = DecodeData::generated(backend, DecodeShape::even("evicted", shape, 1, tokens)).await?;
     let workload = Workload::new(backend, &data, format.into(), backend.sizes().suite_footprint()).await?;
     let checked = workload.check(backend, &data, AttendOptions::default()).await?;
     ensure!(checked.passed(), Wrong(format!("{format}: {}", checked.reason())));

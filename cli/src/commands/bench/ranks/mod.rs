@@ -13,6 +13,7 @@ use kvpack::cuda::{Cuda, KernelCache, driver_present};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use kvpack_report::{ExchangeRow, RanksFound, RanksReport, RanksRow};
 
+use super::output::Style;
 use super::timed::figure;
 use crate::invocation::Invocation;
 use crate::outcome::Outcome;
@@ -52,7 +53,7 @@ fn worlds(ranks: usize) -> Vec<usize> {
 /// # Errors
 /// [`Error::Adapter`] without enough GPUs; when a device or a process fails; [`Wrong`](crate::outcome::Wrong) for
 /// outputs that differ from those of one GPU.
-pub fn run(ranks: usize, rank: Option<usize>, driver: String, json: bool) -> Result<Outcome> {
+pub fn run(ranks: usize, rank: Option<usize>, driver: String, style: Style) -> Result<Outcome> {
     ensure!(
         ranks.is_power_of_two() && ranks <= share::PARTS,
         "--ranks {ranks}: give 1, 2, 4 or 8; a sequence is cut into {} parts",
@@ -78,7 +79,7 @@ pub fn run(ranks: usize, rank: Option<usize>, driver: String, json: bool) -> Res
         head_dim: shape.head_dim(),
         found,
     };
-    if json {
+    if style == Style::Json {
         print::json(&report)?;
     } else {
         print_tables(&report)?;

@@ -17,6 +17,7 @@ use kvpack::{AttentionShape, Backend, Error, TILE_TOKENS};
 use kvpack_report::{Median, Run, Spread};
 use serde::Serialize;
 
+use super::output::Style;
 use super::timed::{SPREAD, Timed, figure, figure_or_dash, random_rows};
 use crate::outcome::Wrong;
 use crate::print::{self, note, say};
@@ -151,7 +152,7 @@ struct StepRow {
 ///
 /// # Errors
 /// When the backend fails; [`Wrong`] when a step differs from the calls of the cache.
-pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, json: bool) -> Result<()> {
+pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, style: Style) -> Result<()> {
     let run = provenance::run(driver, backend.guard_tolerance());
     let shape = AttentionShape::new(32, 8, 128)?;
     let subject = |(layers, sequences, tokens)| Subject { layers, sequences, tokens };
@@ -174,7 +175,7 @@ pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, json: bool) -> Re
             progress.set_message(format!("{} × {}, {recipe}", subject.sequences, subject.tokens));
             match pollster::block_on(row(backend, shape, subject, recipe)) {
                 Ok(row) => {
-                    if !json {
+                    if style != Style::Json {
                         progress.suspend(|| print_row(&row, report.rows.is_empty()))?;
                     }
                     report.rows.push(row);
@@ -190,7 +191,7 @@ pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, json: bool) -> Re
         }
     }
     progress.finish_and_clear();
-    if json {
+    if style == Style::Json {
         print::json(&report)?;
     } else {
         say!("\n{}, µs for one layer. wall: append, packing and attention as an engine runs them.", report.backend)?;
