@@ -8,9 +8,14 @@ use super::linear::{Linear, check};
 use super::sources::SHADERS;
 use crate::error::{Result, check_rows};
 use crate::path::Path;
+use crate::shape::Bits;
 
 /// Outputs of a workgroup that takes a few rows, and rows that it takes together.
 const FEW: [usize; 2] = [4, 4];
+
+/// Outputs of a workgroup that takes one row, and those whose codes it loads together.
+const ROW_OUTPUTS: usize = 8;
+const ROW_BATCH: usize = 4;
 
 /// The most rows of such workgroups; with more, tiles are faster.
 const FEW_ROWS: usize = 16;
@@ -78,6 +83,7 @@ impl Linear {
         launches.push(match path {
             Path::MatrixTiles => self.matrix_tiles(kernels, &prepared, rows, &y)?,
             Path::MatrixRows => self.matrix_rows(kernels, &prepared, &y)?,
+            Path::OneRow => self.one_row(kernels, &prepared.inputs, x.element_type(), &y)?,
             Path::Tiles => self.tiles(kernels, &prepared.inputs, rows, &y)?,
             _ => self.few_rows(kernels, &prepared.inputs, rows, &y)?,
         });
@@ -88,6 +94,7 @@ impl Linear {
         let by_matrices = self.has_matrices && x != ElementType::F32 && self.chunks.is_multiple_of(TURN_CHUNKS);
         match (rows > FEW_ROWS, self.has_matrices) {
             (false, _) if by_matrices && rows >= LEAST_MATRIX_ROWS => Path::MatrixRows,
+            (false, _) if rows == 1 && self.bits == Bits::Four => Path::OneRow,
             (false, _) => Path::FourRows,
             (true, false) => Path::Tiles,
             (true, true) => Path::MatrixTiles,
@@ -144,6 +151,19 @@ impl Linear {
         // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
         launches.push(unsafe { Launch::trusted(kernels, &variant, &buffers, [needed as u32, 1, 1]) }?);
         Ok(Prepared { inputs: prepared, parts, units: Some(units) })
+    }
+
+    /// Activations lie in `x`, and came in type `of`.
+    fn one_row(&self, kernels: &Kernels, x: &Tensor, of: ElementType, y: &Tensor) -> Result<Launch> {
+        // Activations in f32 have more bits than 16.
+        let integers = match of {
+            ElementType::F16 | ElementType::Bf16 => "linear/integers.wgsl#two",
+            ElementType::F32 => "linear/integers.wgsl#three",
+        };
+        let variant = self.variant("linear_row").import("input", file(x.element_type(), INPUT_FILES));
+        let variant =
+            variant.import("integers", integers).constant("TOGETHER", ROW_OUTPUTS).constant("BATCH", ROW_BATCH);
+        self.launch(kernels, variant, (x, None, y), self.grid(kernels, ROW_OUTPUTS, 1))
     }
 
     fn few_rows(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<Launch> {
