@@ -1,5 +1,3 @@
-// -------- two --------
-
 // Inputs as integers of 16 bits, cut into two bytes. Inputs in f16 and bf16 have at most 11 bits, so that rounding does
 // not take the largest to 2^15.
 
@@ -35,57 +33,4 @@ fn add_products(sums: ptr<function, Sums>, x: Bytes, a: u32, b: u32) {
 // 32 products of at most 15 · 2^15.
 fn whole(sums: Sums) -> i32 {
     return sums.high * 256i + i32(sums.low);
-}
-
-// -------- three --------
-
-// Inputs as integers of 22 bits, cut into three bytes.
-
-// Inputs lie below 2^MAGNITUDE units.
-const MAGNITUDE: u32 = 21u;
-
-// Bytes of eight integers, in the order of the codes of a word.
-struct Bytes {
-    high: vec2<u32>,
-    middle: vec2<u32>,
-    low: vec2<u32>,
-}
-
-struct Sums {
-    high: i32,
-    middle: u32,
-    low: u32,
-}
-
-// The high or the low byte of each half.
-fn low_bytes(a: vec2<u32>, b: vec2<u32>) -> vec2<u32> {
-    return (a & vec2<u32>(0x00FF00FFu)) | ((b << vec2<u32>(8u)) & vec2<u32>(0xFF00FF00u));
-}
-
-fn high_bytes(a: vec2<u32>, b: vec2<u32>) -> vec2<u32> {
-    return ((a >> vec2<u32>(8u)) & vec2<u32>(0x00FF00FFu)) | (b & vec2<u32>(0xFF00FF00u));
-}
-
-// The integers lie in the low bits of the words: 0 to 3 in `a`, 4 to 7 in `b`.
-fn cut(a: vec4<u32>, b: vec4<u32>) -> Bytes {
-    // Low and high halves of two integers each.
-    let low_a = (a.xz & vec2<u32>(0xFFFFu)) | (a.yw << vec2<u32>(16u));
-    let low_b = (b.xz & vec2<u32>(0xFFFFu)) | (b.yw << vec2<u32>(16u));
-    let high_a = (a.xz >> vec2<u32>(16u)) | (a.yw & vec2<u32>(0xFFFF0000u));
-    let high_b = (b.xz >> vec2<u32>(16u)) | (b.yw & vec2<u32>(0xFFFF0000u));
-    // These are 64 plus a number from -32 to 32.
-    let biased = low_bytes(high_a, high_b);
-    let high = ((biased | vec2<u32>(0x80808080u)) - vec2<u32>(0x40404040u)) ^ vec2<u32>(0x80808080u);
-    return Bytes(high, high_bytes(low_a, low_b), low_bytes(low_a, low_b));
-}
-
-fn add_products(sums: ptr<function, Sums>, x: Bytes, a: u32, b: u32) {
-    (*sums).high += dot4I8Packed(a, x.high.x) + dot4I8Packed(b, x.high.y);
-    (*sums).middle += dot4U8Packed(a, x.middle.x) + dot4U8Packed(b, x.middle.y);
-    (*sums).low += dot4U8Packed(a, x.low.x) + dot4U8Packed(b, x.low.y);
-}
-
-// 32 products of at most 15 · 2^21.
-fn whole(sums: Sums) -> i32 {
-    return sums.high * 65536i + i32(sums.middle * 256u + sums.low);
 }

@@ -13,7 +13,7 @@
 // import scales = linear/scales.wgsl#half
 // import input = linear/input.wgsl#f16
 // import output = linear/output.wgsl#f32
-// import integers = linear/integers.wgsl#two
+// import linear/integers.wgsl
 
 // Chunks of an output, and of a group.
 const CHUNKS: u32 = 128u;
