@@ -9,7 +9,8 @@
 // so that tokens are read once for all of them. Packed keys are multiplied as bytes (m16n8k32) with a query of 16 bits
 // in two bytes, f16 keys as halves with a query of two halves. Packed values are multiplied as bytes with weights of 16
 // bits in two bytes, f16 values as halves (m16n8k16) with weights in f16. Codes go from memory into the MMA without a
-// conversion: see common/scores.cuh and common/values.cuh, and common/weights.cuh for the part between them. After the
+// conversion: see common/scores.cuh and common/values.cuh, and common/weights.cuh for the part between them. With LONE_HEAD
+// keys of 1 bit stay bits, and runs of tokens take the columns that other heads would (common/key_bits.cuh). After the
 // loop the sums of the warps are merged in shared memory. The block writes the output if its query has no other items.
 // Otherwise states are merged (merge_states.cu).
 //
@@ -50,6 +51,7 @@
 #include "common/scores.cuh"
 #include "common/scores_grouped.cuh"
 #include "common/values.cuh"
+#include "common/key_bits.cuh"
 #include "common/values_grouped.cuh"
 #include "common/weights.cuh"
 #include "common/ring.cuh"
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
     const int g = lane >> 2;
     const int c = lane & 3;
     // The first of the lane's heads in the block.
-    const int lane_head = warp % ROW_WARPS * WARP_HEADS + LANE_HEADS * c;
+    const int lane_head = LONE_HEAD ? 0 : warp % ROW_WARPS * WARP_HEADS + LANE_HEADS * c;
     const u32 rank = blockIdx.x % call.cluster;
     const u32 chunk = blockIdx.x / call.cluster % call.chunks;
     const u32 kv_head = blockIdx.x / call.cluster / call.chunks % call.kv_heads;
@@ -292,6 +294,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
 #endif
 
     LaneQuery queries[KEY_QUERIES];
+    LoneQuery lone_query;
+    if constexpr (LONE_HEAD) lone_query.load(query_shared.queries[0][0], lane);
 #pragma unroll
     for (int i = 0; i < KEY_QUERIES; i++) queries[i].load(query_shared.queries[warp % ROW_WARPS][i], lane);
     const SumConstants constants = load_constants(query_shared);
@@ -328,7 +332,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
             const PassLoads keys = {at + pass * PASS_KEY_LOADS * LOAD_BYTES,
                                     at + STAGE_KEY_TOPS_AT + pass * PASS_KEY_TOPS * LOAD_BYTES};
             const u32 key_ranges = at + STAGE_KEY_RANGES_AT;
-            if constexpr (KEY_TOKEN_RANGES) {
+            if constexpr (LONE_HEAD) {
+                pass_scores_of_bits(scores, keys, lane, lone_query);
+            } else if constexpr (KEY_TOKEN_RANGES) {
                 pass_scores_of_tokens(scores, keys, key_ranges + 4 * pass * PASS_TOKENS, lane, queries, constants);
             } else if constexpr (!KEY_GROUPED) {
                 pass_scores<false>(scores, keys, lane, queries[0], constants);
@@ -362,16 +368,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
                 const int first = step * STEP_TOKENS + pass * PASS_TOKENS;
                 if (MASKED != 0 || first + PASS_TOKENS > item.seen) hide_unseen(scores, seen, first + g);
             } else if constexpr (MASKED != 0) {
-                const int first = step * STEP_TOKENS + pass * PASS_TOKENS + g;
+                const int first = step * STEP_TOKENS + pass * PASS_TOKENS;
 #pragma unroll
                 for (int i = 0; i < PASS_SCORES; i++) {
-                    if (is_hidden(item, first + 8 * (i / LANE_HEADS))) scores[i] = HIDDEN;
+                    if (is_hidden(item, first + score_token(i, lane))) scores[i] = HIDDEN;
                 }
             }
             if (tokens < PASS_TOKENS) {
 #pragma unroll
                 for (int i = 0; i < PASS_SCORES; i++) {
-                    if (8 * (i / LANE_HEADS) + g >= tokens) scores[i] = -__int_as_float(0x7f800000);
+                    if (score_token(i, lane) >= tokens) scores[i] = -__int_as_float(0x7f800000);
                 }
             }
             const PassLoads values = {at + STAGE_VALUES_AT + pass * PASS_VALUE_LOADS * LOAD_BYTES,
@@ -424,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         const int head = lane_head + h;
         // Without this warp's tokens the factor is 0, and so are the sums.
         const float factor = exp2_approx(sums.reference[h] - block_reference_of_lanes(join, head, g));
-        const float weight = sum_of_tokens(sums.weight[h]) * factor;
+        const float weight = (LONE_HEAD ? warp_sum(sums.weight[h]) : sum_of_tokens(sums.weight[h])) * factor;
         const float minimum = VALUE_TOKEN_RANGES ? sum_of_tokens(sums.minimum[h]) * factor : 0.0f;
         if (g == 0) {
             join.weight[team][head] = weight;
@@ -433,6 +439,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) attend(c
         float* row = joined + (team * BLOCK_HEADS + head) * JOIN_ROW + g;
 #pragma unroll
         for (int n = 0; n < VALUE_BLOCKS; n++) {
+            if constexpr (LONE_HEAD) {
+                sums.values[n][0] = sum_of_columns(sums.values[n][0]);
+                sums.values[n][2] = sum_of_columns(sums.values[n][2]);
+            }
             row[16 * n] = sums.values[n][WIDE ? h : 0] * factor;
             row[16 * n + 8] = sums.values[n][WIDE ? 2 + h : 2] * factor;
         }

@@ -16,8 +16,9 @@
 // warps have the same rows, so references move for all of them: a barrier asks whether one of them is far.
 //
 // Memory: K and V of the item once, by the copy engine. Cost per tile and warpgroup: HEAD_DIM / 4 products of
-// 64 × ROWS × 16, and ROWS exponentials a thread. Two elements take 4 to 6 instructions, and one and a half where codes
-// of a span stay the subnormal halves that their bits are.
+// 64 × ROWS × 16, and ROWS exponentials a thread. Two elements with ranges of groups take 4 to 6 instructions. Other codes
+// stay the subnormal halves that their bits are, one and a half instructions for two; levels are looked up as bytes.
+// Where every token has a range, it is applied to products of keys, and to weights, two instructions for each.
 //
 // In bounds: items, pages, slots and queries were checked on the host. Rows beyond those of the item read the last query
 // and write nothing; tokens beyond the item are hidden, and the data stored there are finite.
@@ -70,6 +71,8 @@ struct Fragments {
     static constexpr bool KEEPS_BITS = true;
 
     u32 (&steps)[STEPS][4];
+    // Where the tables of levels are.
+    u32 level_tables;
 
     __device__ __forceinline__ void put_keys(int, int f, const u32 (&words)[4], int) const { put(f % STEPS, words); }
     __device__ __forceinline__ void put_values(int m, int, const u32 (&words)[4], int) const { put(m, words); }
@@ -113,17 +116,30 @@ struct GroupRing {
 // What compensates for the bits of 16 channels of values that were kept, and for their place.
 __device__ __forceinline__ float value_unit(int block) {
     if (!VALUE_BITS_KEPT) return 1.0f;
-    return KEPT_UNIT / (float)(1 << (VALUE_PLANE_FIXED && VALUE_BITS != 3 ? VALUE_BITS * (block % VALUE_PLANES) : 0));
+    constexpr bool in_place = VALUE_PLANE_FIXED && VALUE_BITS != 3 && VALUE_LEVEL_UNIT == 0;
+    return KEPT_UNIT / (float)(1 << (in_place ? VALUE_BITS * (block % VALUE_PLANES) : 0));
 }
+
+// The scale of a token and its minimum, which codebooks do not have.
+template <u32 LEVEL_UNIT, int BITS>
+__device__ __forceinline__ float2 token_range(u32 from) {
+    const u32 range = load_shared_4(from);
+    return {half_value(range & 0xffffu), LEVEL_UNIT == 0 ? half_value(range >> 16) : 0.0f};
+}
+
+// The least scale that counts: the least subnormal half.
+constexpr float LEAST_SCALE = 5.9604645e-8f;
 
 // What all warps of the block know of its rows, and what those of a warpgroup tell each other.
 struct RowShared {
+    alignas(16) u32 level_tables[LEVEL_TABLES];
     RowConstants constants[ROWS];
     // The tokens of the item that a row sees: from .. limit.
     int from[ROWS];
     int limit[ROWS];
     float tops[GROUPS][4][ROWS];
     float2 totals[GROUPS * ROWS];
+    float minimums[VALUE_FOLDED ? GROUPS * ROWS : 1];
 };
 
 // A warp of a warpgroup, and its sums so far. Sums are products of channels. A lane has its own tokens' part of the
@@ -140,6 +156,8 @@ struct DraftWarp {
     float delta[LANE_ROWS];
     float reference[LANE_ROWS];
     float weight[LANE_ROWS];
+    // Σ weight · minimum of the token, where VALUE_FOLDED.
+    float minimum[LANE_ROWS];
     Products sums[CHANNEL_SIXTY_FOURS];
 
     __device__ __forceinline__ DraftWarp(RowShared& shared, u32 room, int warp, int lane)
@@ -155,6 +173,7 @@ struct DraftWarp {
             delta[i] = shared.constants[row(i)].delta;
             reference[i] = NO_SCORE;
             weight[i] = 0.0f;
+            minimum[i] = 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < CHANNEL_SIXTY_FOURS * ROW_EIGHTS * 4; i++) {
@@ -172,7 +191,7 @@ struct DraftWarp {
 #pragma unroll
             for (int first = 0; first < CHANNEL_STEPS; first += KEY_STEPS) {
                 u32 keys[KEY_STEPS][4];
-                const Fragments<KEY_STEPS> to = {keys};
+                const Fragments<KEY_STEPS> to = {keys, shared_address(shared.level_tables)};
                 const KeyBlocks blocks = {first / KEY_BLOCK_STEPS, 1, (first + KEY_STEPS) / KEY_BLOCK_STEPS};
                 unpack_keys(to, stage, stage + KEY_RANGES_AT, 4 * j + warp, blocks, lane);
                 warpgroup_begin();
@@ -186,13 +205,39 @@ struct DraftWarp {
         }
     }
 
+    // The token of the tile of products [j][..][2 h ..].
+    __device__ __forceinline__ int token(int j, int h) const { return 64 * j + 16 * warp + 8 * h + (lane >> 2); }
+
+    // Applies the ranges of tokens to the products of their keys.
+    __device__ __forceinline__ void apply_ranges(Products (&products)[TOKEN_SIXTY_FOURS], u32 stage) const {
+        if constexpr (!KEY_FOLDED) return;
+        float2 of_tokens[2 * TOKEN_SIXTY_FOURS];
+#pragma unroll
+        for (int t = 0; t < 2 * TOKEN_SIXTY_FOURS; t++) {
+            of_tokens[t] = token_range<KEY_LEVEL_UNIT, KEY_BITS>(stage + KEY_RANGES_AT + 4 * token(t / 2, t % 2));
+        }
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; i++) {
+            const float sum = shared.constants[row(i)].base;
+#pragma unroll
+            for (int t = 0; t < 2 * TOKEN_SIXTY_FOURS; t++) {
+                float& product = products[t / 2][i / 2][2 * (t % 2) + i % 2];
+                if (KEY_LEVEL_UNIT != 0) {
+                    product = __fmaf_rn(sum, -KEPT_MIDDLE<KEY_BITS>, product) * of_tokens[t].x;
+                } else {
+                    product = __fmaf_rn(sum, of_tokens[t].y, product * of_tokens[t].x);
+                }
+            }
+        }
+    }
+
     // Adds weights times values of the tile in `stage`.
     __device__ __forceinline__ void multiply_values(u32 stage) {
         u32 values[VALUE_BUFFERS][TOKEN_STEPS][4];
 #pragma unroll
         for (int j = 0; j < CHANNEL_SIXTY_FOURS; j++) {
             if (j >= VALUE_BUFFERS) warpgroup_wait<0>(sums[j - VALUE_BUFFERS]);
-            const Fragments<TOKEN_STEPS> to = {values[j % VALUE_BUFFERS]};
+            const Fragments<TOKEN_STEPS> to = {values[j % VALUE_BUFFERS], shared_address(shared.level_tables)};
 #pragma unroll
             for (int run = 0; run < TILE_TOKENS / 32; run++) {
                 const RunRanges of_run(stage + VALUE_RANGES_AT, run, lane);
@@ -223,7 +268,7 @@ struct DraftWarp {
         for (int i = 0; i < LANE_ROWS; i++) {
             const int from = SOME_HIDDEN ? shared.from[row(i)] - first : 0;
             const int limit = SOME_HIDDEN ? shared.limit[row(i)] - first : 0;
-            const float base = CAPPED ? shared.constants[row(i)].base : 0.0f;
+            const float base = CAPPED && !KEY_FOLDED ? shared.constants[row(i)].base : 0.0f;
 #pragma unroll
             for (int j = 0; j < TOKEN_SIXTY_FOURS; j++) {
 #pragma unroll
@@ -241,6 +286,21 @@ struct DraftWarp {
     // scores lack the base of their row, which is in the log-sum-exp at the end.
     __device__ __forceinline__ float scale(int i) const { return CAPPED ? 1.0f : delta[i]; }
 
+    // The range of one of the lane's tokens, which weights take.
+    __device__ __forceinline__ float2 value_range(u32 stage, int j, int h) const {
+        if constexpr (!VALUE_FOLDED) return {1.0f, 0.0f};
+        return token_range<VALUE_LEVEL_UNIT, VALUE_BITS>(stage + VALUE_RANGES_AT + 4 * token(j, h));
+    }
+
+    // The logarithm of the largest scale of the lane's tokens.
+    __device__ __forceinline__ float value_scale(u32 stage) const {
+        if constexpr (!VALUE_FOLDED) return 0.0f;
+        float largest = LEAST_SCALE;
+#pragma unroll
+        for (int t = 0; t < 2 * TOKEN_SIXTY_FOURS; t++) largest = fmaxf(largest, value_range(stage, t / 2, t % 2).x);
+        return log2_approx(largest);
+    }
+
     // The largest product of the lane's row `i`, of its tokens.
     __device__ __forceinline__ float largest(const Products (&products)[TOKEN_SIXTY_FOURS], int i) const {
         float top = fmaxf(products[0][i / 2][i % 2], products[0][i / 2][2 + i % 2]);
@@ -252,14 +312,18 @@ struct DraftWarp {
     }
 
     // Moves references to which a score is far, in all warps of the warpgroup.
-    __device__ __forceinline__ void refer(const Products (&products)[TOKEN_SIXTY_FOURS]) {
+    __device__ __forceinline__ void refer(const Products (&products)[TOKEN_SIXTY_FOURS], u32 stage) {
+        const float scale_top = value_scale(stage);
         bool far = false;
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; i++) far = far | (__fmaf_rn(largest(products, i), scale(i), -reference[i]) > MOST_WEIGHT);
+        for (int i = 0; i < LANE_ROWS; i++) {
+            far = far | (__fmaf_rn(largest(products, i), scale(i), -reference[i]) > MOST_WEIGHT - scale_top);
+        }
         if (!group_any(FIRST_GROUP_BARRIER + group, 128, far)) return;
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
-            const float top = max_of_tokens(largest(products, i)) * scale(i);
+            const float top = VALUE_FOLDED ? max_of_tokens(__fmaf_rn(largest(products, i), scale(i), scale_top))
+                                           : max_of_tokens(largest(products, i)) * scale(i);
             if (lane < 4) shared.tops[group][warp][row(i)] = top;
         }
         sync();
@@ -272,6 +336,7 @@ struct DraftWarp {
             const float factor = exp2_approx(reference[i] - next);
             reference[i] = next;
             weight[i] *= factor;
+            minimum[i] *= factor;
 #pragma unroll
             for (int j = 0; j < CHANNEL_SIXTY_FOURS; j++) {
                 sums[j][i / 2][i % 2] *= factor;
@@ -281,9 +346,12 @@ struct DraftWarp {
     }
 
     // The weights of the tile in shared memory. All warps have read those of the tile before.
-    __device__ __forceinline__ void weigh(const Products (&products)[TOKEN_SIXTY_FOURS]) {
+    __device__ __forceinline__ void weigh(const Products (&products)[TOKEN_SIXTY_FOURS], u32 stage) {
 #pragma unroll
         for (int j = 0; j < TOKEN_SIXTY_FOURS; j++) {
+            float2 of_tokens[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) of_tokens[h] = value_range(stage, j, h);
             const u32 to = weights + (4 * j + warp) * STEP_MATRICES_BYTES;
 #pragma unroll
             for (int b = 0; b < ROW_EIGHTS; b += 2) {
@@ -292,10 +360,23 @@ struct DraftWarp {
                 for (int k = 0; k < 4; k++) {
                     const int i = 2 * (b + k / 2);
                     const float* const of = products[j][b + k / 2] + 2 * (k % 2);
-                    const float low = exp2_approx(__fmaf_rn(of[0], scale(i), -reference[i]));
-                    const float high = exp2_approx(__fmaf_rn(of[1], scale(i + 1), -reference[i + 1]));
+                    float low = exp2_approx(__fmaf_rn(of[0], scale(i), -reference[i]));
+                    float high = exp2_approx(__fmaf_rn(of[1], scale(i + 1), -reference[i + 1]));
                     weight[i] += low;
                     weight[i + 1] += high;
+                    if constexpr (VALUE_FOLDED) {
+                        const float2 of = of_tokens[k % 2];
+                        if (VALUE_LEVEL_UNIT == 0) {
+                            minimum[i] = __fmaf_rn(low, of.y, minimum[i]);
+                            minimum[i + 1] = __fmaf_rn(high, of.y, minimum[i + 1]);
+                        }
+                        low *= of.x;
+                        high *= of.x;
+                        if (VALUE_LEVEL_UNIT != 0) {
+                            minimum[i] += low;
+                            minimum[i + 1] += high;
+                        }
+                    }
                     pairs[k] = half_pair(low, high);
                 }
                 store_matrices_transposed(to + 2 * b * MATRIX_BYTES + 16 * lane, pairs[0], pairs[1], pairs[2], pairs[3]);
@@ -303,13 +384,30 @@ struct DraftWarp {
         }
     }
 
+    // Adds up what the warps of the warpgroup have of a number of each row. Warp 0 gets the sums.
+    __device__ __forceinline__ void sum_of_group(float (&of_rows)[LANE_ROWS]) const {
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; i++) {
+            const float own = sum_of_tokens(of_rows[i]);
+            if (lane < 4) shared.tops[group][warp][row(i)] = own;
+        }
+        sync();
+        if (warp == 0) {
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; i++) {
+                of_rows[i] = 0.0f;
+#pragma unroll
+                for (int w = 0; w < 4; w++) of_rows[i] += shared.tops[group][w][row(i)];
+            }
+        }
+        sync();
+    }
+
     // Stores the sums of the warpgroup for the end of the block.
-    __device__ __forceinline__ void put(const BlockSums& block) const {
+    __device__ __forceinline__ void put(const BlockSums& block) {
         const int first_row = group * ROWS;
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
-            const float total = sum_of_tokens(weight[i]);
-            if (lane < 4) shared.tops[group][warp][row(i)] = total;
             float* const to = block.rows + (first_row + row(i)) * OUTPUT_ROW + 16 * warp + (lane >> 2);
 #pragma unroll
             for (int j = 0; j < CHANNEL_SIXTY_FOURS; j++) {
@@ -318,15 +416,16 @@ struct DraftWarp {
                 to[64 * j + 8] = sums[j][i / 2][2 + i % 2] * unit;
             }
         }
-        sync();
-        if (warp == 0) {
+        sum_of_group(weight);
+        if (VALUE_FOLDED) sum_of_group(minimum);
+        if (warp != 0 || lane >= 4) return;
 #pragma unroll
-            for (int i = 0; i < LANE_ROWS; i++) {
-                float total = 0.0f;
-#pragma unroll
-                for (int w = 0; w < 4; w++) total += shared.tops[group][w][row(i)];
-                const float base = CAPPED ? 0.0f : shared.constants[row(i)].base;
-                if (lane < 4) block.totals[first_row + row(i)] = {total, reference[i] + base};
+        for (int i = 0; i < LANE_ROWS; i++) {
+            const float base = CAPPED || KEY_FOLDED ? 0.0f : shared.constants[row(i)].base;
+            block.totals[first_row + row(i)] = {weight[i], reference[i] + base};
+            if (VALUE_FOLDED) {
+                const float unit = VALUE_LEVEL_UNIT == 0 ? 1.0f : -KEPT_MIDDLE<VALUE_BITS>;
+                shared.minimums[first_row + row(i)] = unit * minimum[i];
             }
         }
     }
@@ -357,6 +456,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_drafts(const 
         ring.start();
         shared_visible();
     }
+    if (threadIdx.x < LEVEL_TABLES) shared.level_tables[threadIdx.x] = level_table(threadIdx.x) ^ LEVELS_RAISED;
     for (int row = threadIdx.x; row < ROWS; row += WARPS * 32) {
         const int query = (int)min((u32)row / call.group, item.queries - 1u);
         shared.limit[row] = min(max(item.seen + query, 0), (int)item.tokens);
@@ -390,24 +490,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_drafts(const 
         Products products[TOKEN_SIXTY_FOURS];
         ring.wait(turn);
         own.multiply_keys(products, ring.stage(turn));
+        own.apply_ranges(products, ring.stage(turn));
         if (before + TILE_TOKENS > least || before < last_start) {
             own.to_logits<true>(call, products, before);
         } else if (CAPPED) {
             own.to_logits<false>(call, products, before);
         }
-        own.refer(products);
+        own.refer(products, ring.stage(turn));
         // All warps have read the tile before.
         if (loads && turn > 0) {
             ring.issue(turn - 1 + STAGES, next_address);
             next_address = ring.address(turn + STAGES);
         }
-        own.weigh(products);
+        own.weigh(products, ring.stage(turn));
         own.multiply_values(ring.stage(turn));
     }
 
     // Tiles are no longer read.
     __syncthreads();
-    const BlockSums block = {(float*)room, shared.totals};
+    const BlockSums block = {(float*)room, shared.totals, shared.minimums};
     own.put(block);
     __syncthreads();
     if (warp < PREPARING_WARPS) write_rows(call, item, kv_head, warp * PREPARED_ROWS, block, lane);

@@ -219,7 +219,7 @@ __device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const 
 #pragma unroll
             for (int v = 0; v < KEY_VARIANTS; v++) {
                 if (KEY_BITS == 8) sums[v] += 128 * query;
-                if (KEY_BITS == 1 && (v * KEY_BLOCKS + i) % 4 != 3) sums[v] += query;
+                if (KEY_BITS == 1 && (LONE_HEAD || (v * KEY_BLOCKS + i) % 4 != 3)) sums[v] += query;
             }
         }
         if (KEY_NORMS) offset -= MIDDLE_KEY<SIGNS> * query_sum;
@@ -227,7 +227,8 @@ __device__ __forceinline__ void prepare_head(QueryRows& shared, int head, const 
 #pragma unroll
         for (int v = 0; v < KEY_VARIANTS; v++) {
             const int lacking = KEY_BITS == 8 || KEY_BITS == 1 ? __reduce_add_sync(ALL_LANES, sums[v]) : 0;
-            constants.base[v] = constants.delta * ((float)lacking - SUM_START_FLOAT / KEY_UNIT<SIGNS>) + offset;
+            constexpr float start = LONE_HEAD ? 0.0f : SUM_START_FLOAT / KEY_UNIT<SIGNS>;
+            constants.base[v] = constants.delta * ((float)lacking - start) + offset;
         }
         constants.delta /= KEY_UNIT<SIGNS>;
         if (KEY_NORMS) {

@@ -11,6 +11,11 @@
 
 #include "common/elements.cuh"
 
+// Whether a KV head has one query head, whose 1-bit keys are multiplied as bits (common/key_bits.cuh).
+#ifndef LONE_HEAD
+#define LONE_HEAD 0
+#endif
+
 // Consecutive tokens of one span for some neighbouring queries. One block for each KV head and chunk of query heads
 // attends to them. Several queries share a block with all their heads. If blocks form clusters, `cluster` consecutive
 // items belong to one query and share a row of states.

@@ -17,6 +17,8 @@ constexpr int OUTPUT_ROW = HEAD_DIM + 8;
 struct BlockSums {
     float* rows;
     float2* totals;
+    // What minimums of tokens add to all channels of a row, where VALUE_FOLDED.
+    const float* minimums = nullptr;
 
     // A lane's channels of the mean of values of a row, over all parts of the tokens. Returns the log-sum-exp.
     __device__ __forceinline__ float mean(float (&mean)[LANE_CHANNELS], int row, int lane) const {
@@ -33,7 +35,8 @@ struct BlockSums {
             weight = __fmaf_rn(totals[at].x, factor, weight);
 #pragma unroll
             for (int i = 0; i < LANE_CHANNELS; i++) {
-                mean[i] = __fmaf_rn(rows[at * OUTPUT_ROW + lane + 32 * i], factor, mean[i]);
+                const float sum = rows[at * OUTPUT_ROW + lane + 32 * i] + (VALUE_FOLDED ? minimums[at] : 0.0f);
+                mean[i] = __fmaf_rn(sum, factor, mean[i]);
             }
         }
         // A row that sees nothing of the item has neither.
@@ -68,7 +71,7 @@ __device__ __forceinline__ void write_rows(const AttendCall& call, const Item& i
         float lse = sums.mean(row, r, lane);
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
-            row[i] *= halves_unit(VALUE_LEVEL_UNIT);
+            row[i] *= halves_unit(VALUE_LEVEL_UNIT, VALUE_FOLDED);
             if (VALUE_SPAN_RANGES) row[i] = __fmaf_rn(ranges[i].x, row[i] + centre, ranges[i].y);
         }
         rotate_back<true>(row, lane);

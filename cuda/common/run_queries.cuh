@@ -16,10 +16,6 @@
 constexpr int WARP_ROWS = 16;
 constexpr int ROWS = DRAFT_ROWS > 0 ? DRAFT_ROWS : WARPS * WARP_ROWS / TOKEN_PARTS;
 
-// Whether codes of a span are multiplied as the subnormal halves that their bits are: by attend_drafts.
-constexpr bool KEY_BITS_KEPT = DRAFT_ROWS > 0 && KEY_SPAN_RANGES;
-constexpr bool VALUE_BITS_KEPT = DRAFT_ROWS > 0 && VALUE_SPAN_RANGES;
-
 // Number of warps that multiply together, and their rows.
 constexpr int GROUP_WARPS = WARPGROUPS ? 4 : 1;
 constexpr int GROUP_ROWS = DRAFT_ROWS > 0 ? DRAFT_ROWS : GROUP_WARPS * WARP_ROWS;
@@ -82,7 +78,7 @@ __device__ __forceinline__ StoredQuery put_query(u8* to, const u32 (&places)[LAN
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) {
-        const float raised = KEY_BITS_KEPT ? (float)(1 << key_place(i)) : 1.0f;
+        const float raised = KEY_BITS_KEPT && KEY_LEVEL_UNIT == 0 ? (float)(1 << key_place(i)) : 1.0f;
         const u32 half = half_bits(channels[i] * (factor / raised));
         *(u16*)(to + places[i]) = (u16)half;
         sum = __fmaf_rn(half_value(half), raised, sum);
@@ -145,9 +141,11 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
             }
             const StoredQuery stored = put_query(queries + row_bytes(first + r), places, row);
             // Kept codes are not centred. The base subtracts the centre, times the query as it was rounded.
-            if (KEY_BITS_KEPT) base = __fmaf_rn(-KEY_CENTRE * stored.unit, stored.sum, base);
+            if (KEY_BITS_KEPT && KEY_SPAN_RANGES) base = __fmaf_rn(-KEY_CENTRE * stored.unit, stored.sum, base);
             if (KEY_SPAN_RANGES) base = warp_sum(base) * call.score_scale;
-            const float unit = halves_unit(KEY_LEVEL_UNIT) * (KEY_BITS_KEPT ? KEPT_UNIT : 1.0f);
+            // Minimums of tokens count with the sum of the query, in the unit of its products.
+            if (KEY_FOLDED) base = warp_sum(stored.sum) / KEPT_UNIT;
+            const float unit = halves_unit(KEY_LEVEL_UNIT, KEY_FOLDED) * (KEY_BITS_KEPT ? KEPT_UNIT : 1.0f);
             if (lane == 0) constants[first + r] = {stored.unit * call.score_scale * unit, base};
         }
     }

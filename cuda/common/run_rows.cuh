@@ -267,7 +267,7 @@ struct WarpQueries {
                                        : uint4{even[0], even[1], other[0], other[1]};
         }
         if (lane < 8) {
-            const float unit = halves_unit(KEY_LEVEL_UNIT) * call.score_scale;
+            const float unit = halves_unit(KEY_LEVEL_UNIT, false) * call.score_scale;
             constants[row] = {__uint_as_float(exponent << 23) * unit, base};
         }
     }
@@ -280,7 +280,7 @@ __device__ __forceinline__ void to_values(RowValues& sums, int h, float factor, 
     float row[PairsOfFour::COUNT];
 #pragma unroll
     for (int i = 0; i < PairsOfFour::COUNT; i++) {
-        row[i] = sums[i / 2][2 * h + i % 2] * (factor * halves_unit(VALUE_LEVEL_UNIT));
+        row[i] = sums[i / 2][2 * h + i % 2] * (factor * halves_unit(VALUE_LEVEL_UNIT, false));
         if (VALUE_SPAN_RANGES) {
             if (i % 16 == 0) keep_loads_behind();
             const float2 range = ranges[PairsOfFour::channel(i, lane)];

@@ -13,7 +13,8 @@ constexpr float NO_SCORE = -1e30f;
 constexpr float MOST_WEIGHT = 15.0f;
 constexpr float START_WEIGHT = 6.0f;
 
-// Turns the products of a row into scores: score = products · delta + base.
+// Turns the products of a row into scores: score = products · delta + base. Where tokens have ranges that are applied to
+// products, the base is what a minimum of 1 adds to a product.
 struct RowConstants {
     float delta;
     float base;

@@ -1,7 +1,7 @@
 // Scores of one pass of a warp: tokens 16 m + 8 i + g of the pass in lane 4 g + c, heads c (or 2 c and 2 c + 1), as
 // scores[(2 m + i) · LANE_HEADS + head].
 
-constexpr int PASS_SCORES = PASS_BLOCKS * 2 * LANE_HEADS;
+constexpr int PASS_SCORES = LONE_HEAD ? PASS_TOKENS / 32 : PASS_BLOCKS * 2 * LANE_HEADS;
 
 // The A fragment of one block of packed keys: one byte for each code. Codes of 3 bits and levels of codebooks are
 // handled elsewhere (common/three_bits.cuh, common/level_bytes.cuh).

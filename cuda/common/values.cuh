@@ -71,8 +71,8 @@ __device__ __forceinline__ float add_bytes(float sum, const int (&products)[WEIG
 
 // The B fragments of weights given as integers in the order of scores: byte e of word r belongs to token
 // 2 c + 8 r + (e >> 1) of half e & 1 of the run.
-__device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
-                                                 const u32 (&integers)[PASS_SCORES]) {
+__device__ __forceinline__ void weight_fragments_of_heads(u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
+                                                          const u32 (&integers)[PASS_SCORES]) {
 #pragma unroll
     for (int run = 0; run < PASS_RUNS; run++) {
 #pragma unroll
@@ -91,6 +91,23 @@ __device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PA
                     permute_bytes(integers[first % PASS_SCORES], integers[second % PASS_SCORES], 0x4051u));
             }
         }
+    }
+}
+
+// The same, where a head alone has columns of its own for each run: those of run c are columns 2 c and 2 c + 1, and lanes
+// 4 g + c have its weights.
+__device__ __forceinline__ void weight_fragments(u32 (&weights)[WEIGHT_PARTS][PASS_RUNS][2],
+                                                 const u32 (&integers)[PASS_SCORES]) {
+    if constexpr (LONE_HEAD) {
+        const int own = (threadIdx.x & 31) >> 3;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const u32 all = transpose_8x8(permute_bytes(integers[2 * r], integers[2 * r + 1], 0x4051u));
+#pragma unroll
+            for (int run = 0; run < PASS_RUNS; run++) weights[0][run][r] = own == run ? all : 0u;
+        }
+    } else {
+        weight_fragments_of_heads(weights, integers);
     }
 }
 

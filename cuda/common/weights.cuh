@@ -56,7 +56,7 @@ __device__ __forceinline__ void largest_of_lane(float (&largest)[LANE_HEADS], co
     for (int h = 0; h < LANE_HEADS; h++) {
         largest[h] = x[h];
 #pragma unroll
-        for (int i = 1; i < 2 * PASS_BLOCKS; i++) largest[h] = fmaxf(largest[h], x[i * LANE_HEADS + h]);
+        for (int i = 1; i < PASS_SCORES / LANE_HEADS; i++) largest[h] = fmaxf(largest[h], x[i * LANE_HEADS + h]);
     }
 }
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void pass_tops(WarpSums& sums, const float (&scores)[
     bool far = false;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
-        top[h] = max_of_tokens(top[h]);
+        top[h] = LONE_HEAD ? max_of_warp(top[h]) : max_of_tokens(top[h]);
         far = far || top[h] > sums.reference[h] + FAR;
     }
     if (__any_sync(ALL_LANES, far)) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void attend_bytes(WarpSums& sums, float (&scores)[PAS
     u32 integers[PASS_SCORES];
     u32 total[LANE_HEADS];
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; h++) total[h] = 2 * PASS_BLOCKS * (0u - __float_as_uint(INTEGER_START_FLOAT));
+    for (int h = 0; h < LANE_HEADS; h++) total[h] = PASS_SCORES / LANE_HEADS * (0u - __float_as_uint(INTEGER_START_FLOAT));
 #pragma unroll
     for (int i = 0; i < PASS_SCORES; i++) {
         integers[i] = __float_as_uint(__fmaf_rn(scores[i], scale[i % LANE_HEADS], INTEGER_START_FLOAT));

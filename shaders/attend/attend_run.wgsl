@@ -3,8 +3,8 @@
 //   s_rt = q_r · k_t / √D,  lse_r = ln Σ exp(s_rt),  output_r = Σ exp(s_rt - lse_r) v_t
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
-// them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
-// items; one with all that its queries see writes their outputs.
+// them, in f16: `prepare_run_query` wrote them, or the caller (slot `run_queries`). Products are 16 × 16 × 16, in f16
+// with f32 sums. `merge_states` merges the items; one with all that its queries see writes their outputs.
 //
 // A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left
 // operands of scores) and their sums stay in its registers for the whole item. All subgroups share the tokens, which
@@ -29,10 +29,9 @@
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: scores, share, store_keys, store_values
+// gives: scores, row_weights, share, store_keys, store_values
 
 // import attend/run_tiles.wgsl
-// import attend/states.wgsl#states
 // import attend/run_ends.wgsl
 // import run_arrivals = attend/run_arrivals.wgsl#by_turns
 // import run_outputs = attend/run_outputs.wgsl#plain
@@ -226,11 +225,11 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
 
     keep_item(item, invocation);
     keep_tile_base(read_tile_base(item.page_offset, tiles, y, invocation), tiles, invocation);
-    let first = first_prepared(item, y);
+    let first = first_row(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
-    load_rows(&rows, first, team);
+    load_rows(&rows, item, first, team, lane);
     let own_row = team * OWN_ROWS + lane % OWN_ROWS;
-    let constants = run_constants[min(first + own_row, arrayLength(&run_constants) - 1u)];
+    let constants = constants_of(first + own_row);
     unit = constants.x * KEY_UNIT;
     // Each query sees one token more than the one before it, up to all of the item.
     let query = min(own_row / GROUP, item.later);

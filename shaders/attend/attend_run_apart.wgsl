@@ -14,11 +14,10 @@
 //
 // Memory and bounds are those of `attend_run`. The reference of a row moves when its subgroup votes for it.
 //
-// gives: BLOCK_SCORES, scores, factors, shares
+// gives: BLOCK_SCORES, scores, row_weights, factors, shares
 // set by plans: TILE_BUFFERS
 
 // import attend/run_tiles.wgsl
-// import attend/states.wgsl#states
 // import attend/run_ends.wgsl
 // import run_outputs = attend/run_outputs.wgsl#apart
 
@@ -220,14 +219,14 @@ fn attend_run_apart(@builtin(workgroup_id) group: vec3<u32>, numbering: Numberin
 
     keep_item(item, invocation);
     keep_tile_base(read_tile_base(item.page_offset, tiles, y, invocation), tiles, invocation);
-    let first = first_prepared(item, y);
+    let first = first_row(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
-    load_rows(&rows, first, team);
+    load_rows(&rows, item, first, team, lane);
     var bias: array<f32, ROW_BLOCKS>;
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
         let row = team * OWN_ROWS + block * 16u + lane % 16u;
-        let constants = run_constants[min(first + row, arrayLength(&run_constants) - 1u)];
+        let constants = constants_of(first + row);
         unit[block] = constants.x * KEY_UNIT;
         bias[block] = constants.y;
         // Each query sees one token more than the one before it, up to all of the item.

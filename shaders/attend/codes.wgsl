@@ -160,6 +160,33 @@ fn load_key_codes(tile_base: u32, token: u32, eight: u32) -> vec2<u32> {
     );
 }
 
+// -------- run_key_bytes --------
+
+// Codes of keys of 8 bits: eight of them are two words next to each other, which one load brings.
+//
+// needs: EIGHTS, KV_HEADS, TILE_TOKENS
+// gives: KEY_BITS, run_key_pages, load_key_codes
+// binds: 3 keys
+// set by plans: KEY_VECTOR
+
+// import attend/codes.wgsl#code_halves
+
+@group(0) @binding(3) var<storage, read> keys: array<vec2<u32>>;
+
+const KEY_BITS: u32 = 8u;
+// Neighbouring words of a token.
+const KEY_VECTOR: u32 = 4u;
+const KEY_PAIRS: u32 = KEY_VECTOR / 2u;
+
+fn run_key_pages() -> u32 {
+    return arrayLength(&keys) / (EIGHTS * TILE_TOKENS * KV_HEADS);
+}
+
+fn load_key_codes(tile_base: u32, token: u32, eight: u32) -> vec2<u32> {
+    let vector = tile_base * (EIGHTS / KEY_PAIRS) + eight / KEY_PAIRS;
+    return keys[(vector * TILE_TOKENS + token) * KEY_PAIRS + eight % KEY_PAIRS];
+}
+
 // -------- run_value_codes --------
 
 // Codes of values in their memory order, VALUE_BITS each.
@@ -190,4 +217,27 @@ fn load_value_codes(tile_base: u32, vector: u32, channel: u32) -> vec2<u32> {
         value_word(tile_base, first_word(vector, VALUE_BITS), channel),
         value_word(tile_base, second_word(vector, VALUE_BITS), channel),
     );
+}
+
+// -------- run_value_bytes --------
+
+// Codes of values of 8 bits: eight of them are two words next to each other, which one load brings.
+//
+// needs: HEAD_DIM, KV_HEADS, TOKEN_VECTORS
+// gives: VALUE_BITS, run_value_pages, load_value_codes
+// binds: 5 values
+
+// import attend/codes.wgsl#code_halves
+
+@group(0) @binding(5) var<storage, read> values: array<vec2<u32>>;
+
+const VALUE_BITS: u32 = 8u;
+
+fn run_value_pages() -> u32 {
+    return arrayLength(&values) / (TOKEN_VECTORS * HEAD_DIM * KV_HEADS);
+}
+
+fn load_value_codes(tile_base: u32, vector: u32, channel: u32) -> vec2<u32> {
+    let at = tile_base * (TOKEN_VECTORS / 2u) + vector / 2u;
+    return values[(at * HEAD_DIM + channel) * 2u + vector % 2u];
 }

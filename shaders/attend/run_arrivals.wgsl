@@ -81,3 +81,29 @@ fn behind_weights(step: u32, tiles: u32, invocation: u32) {
         store_values(step, invocation);
     }
 }
+
+// -------- first --------
+
+// Loads start before the products, and are stored after them, before weights are computed. Whole prompts in f16 are
+// faster so than by turns; chunks of few queries over many tokens are slower.
+//
+// needs: load_keys, load_values, store_keys, store_values
+// gives: KEY_STEPS, before_steps, before_products, behind_products, before_weights, behind_weights
+
+const KEY_STEPS: u32 = 1u;
+
+fn before_steps(tiles: u32, invocation: u32) {}
+
+fn before_products(step: u32, tiles: u32, invocation: u32) {
+    load_keys(step + 1u, tiles, invocation);
+    load_values(step, tiles, invocation);
+}
+
+fn behind_products(step: u32, tiles: u32, invocation: u32) {}
+
+fn before_weights(step: u32, tiles: u32, invocation: u32) {
+    store_keys(step + 1u, invocation);
+    store_values(step, invocation);
+}
+
+fn behind_weights(step: u32, tiles: u32, invocation: u32) {}

@@ -4,12 +4,13 @@
 // In bounds: rows of states, outputs and log-sum-exps are clamped where they are written. Rows without a query write
 // nothing.
 //
-// needs: FIELDS, WorkItem, head_exists, input_row, query_head, state_row, states, write_state_lse
+// needs: WorkItem, head_exists, input_row, query_head
 // gives: keep_item, kept_item, end_row, write_field
 
 // import output = attend/output.wgsl#f32
 // import lse = attend/lse.wgsl
 // import attend/states.wgsl#joined
+// import run_states = attend/run_states.wgsl#some
 // import sinks = attend/sinks.wgsl
 
 // What the ends need of the item waits here: registers are short while products are summed. Vectors keep every array of
@@ -41,8 +42,8 @@ fn kept_item() -> WorkItem {
 fn end_row(item: WorkItem, y: u32, row: u32, weight_sum: f32, lse: f32) -> vec2<f32> {
     // A row that sees no token of the item has no weights, and a state that weighs nothing.
     let factor = select(1f, 1f / weight_sum, weight_sum > 0f);
-    if (item.states > 0u) {
-        write_state_lse(item, y, row, lse);
+    if (writes_states(item)) {
+        write_lse_of_state(item, y, row, lse);
         return vec2<f32>(factor, 1f);
     }
     let joined = add_sink(Joined(vec4<f32>(factor, 1f, 0f, 0f), 1f, lse), query_head(y, row));
@@ -57,8 +58,8 @@ fn write_field(item: WorkItem, y: u32, row: u32, field: u32, output: vec4<f32>) 
     if (!head_exists(item, y, row)) {
         return;
     }
-    if (item.states > 0u) {
-        states[state_row(item, y, row) + field] = output;
+    if (writes_states(item)) {
+        write_state_field(item, y, row, field, output);
     } else {
         write_output(input_row(item, y, row) * FIELDS + field, output);
     }

@@ -1,16 +1,15 @@
 // Rows and tokens of the kernels that take many queries with cooperative matrices, and what an invocation loads.
 //
-// gives: Half4, Left, Right, Sums, Eight, run_constants, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, ROWS, STEPS, EIGHTS,
-//   TOKEN_VECTORS, TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS,
-//   ROW_SCORES, MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, first_prepared,
-//   load_rows, load_keys, load_values
-// binds: 2 run_queries, 10 run_constants
+// gives: Half4, Left, Right, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, ROWS, STEPS, EIGHTS, TOKEN_VECTORS,
+//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES,
+//   MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, load_keys, load_values
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
 // import attend/numbering.wgsl#subgroup
 // import attend/work_item.wgsl
 // import run_keys = attend/run_keys.wgsl#f16
 // import run_values = attend/run_values.wgsl#f16
+// import run_queries = attend/run_queries.wgsl#prepared
 
 alias Half4 = vec4<f16>;
 alias Left = coop_mat16x16<f16, A>;
@@ -22,26 +21,18 @@ struct Eight {
     high: Half4,
 }
 
-// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
-@group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
-@group(0) @binding(10) var<storage, read> run_constants: array<vec2<f32>>;
-
 const SUBGROUPS: u32 = 8u;
 // Blocks of 16 rows in a subgroup, and its rows.
 const ROW_BLOCKS: u32 = 2u;
 const OWN_ROWS: u32 = ROW_BLOCKS * 16u;
 const ROWS: u32 = SUBGROUPS * OWN_ROWS;
-// Unused rows behind the prepared ones.
-const RUN_ROWS: u32 = 256u;
 
 const STEPS: u32 = HEAD_DIM / 16u;
 const EIGHTS: u32 = HEAD_DIM / 8u;
 // Vectors of eight tokens of a tile's values, and steps of a tile.
 const TOKEN_VECTORS: u32 = 16u;
 const TILE_STEPS: u32 = 8u;
-// Sizes in vectors of four: a prepared query; a key, a channel of values, a row of scores and a row of weights in
-// workgroup memory.
-const QUERY_ROW: u32 = HEAD_DIM / 4u;
+// Sizes in vectors of four: a key, a channel of values, a row of scores and a row of weights in workgroup memory.
 const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
 const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
 const VALUE_ROW: u32 = 6u;
@@ -65,26 +56,6 @@ var<private> arriving_values: array<ValueWord, LOADS>;
 
 fn pages() -> u32 {
     return min(run_key_pages(), run_value_pages());
-}
-
-// Row of the item's first query among the prepared ones of a KV head.
-fn first_prepared(item: WorkItem, kv_head: u32) -> u32 {
-    let sections = min(arrayLength(&run_constants), arrayLength(&run_queries) / QUERY_ROW);
-    let prepared_queries = (sections - RUN_ROWS) / QUERY_HEADS;
-    return (kv_head * prepared_queries + item.query) * GROUP;
-}
-
-fn load_rows(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, first: u32, team: u32) {
-    let last = arrayLength(&run_queries) / QUERY_ROW - RUN_ROWS;
-    let own = min(first, last) + team * OWN_ROWS;
-    // unroll
-    for (var block = 0u; block < ROW_BLOCKS; block++) {
-        // unroll
-        for (var step = 0u; step < STEPS; step++) {
-            let at = (own + block * 16u) * QUERY_ROW + step * 4u;
-            (*rows)[block * STEPS + step] = coopLoadT<Left>(&run_queries[at], QUERY_ROW);
-        }
-    }
 }
 
 // Loads the keys of a step, or its values. Steps beyond the item load those of its last tile.

@@ -29,6 +29,7 @@ files![
     "common/exchange.cuh",
     "common/halves.cuh",
     "common/ordered.cuh",
+    "common/key_bits.cuh",
     "common/level_bytes.cuh",
     "common/logits.cuh",
     "common/merge_parts.cuh",

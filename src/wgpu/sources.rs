@@ -63,6 +63,8 @@ files![
     "attend/run_factors.wgsl",
     "attend/run_keys.wgsl",
     "attend/run_outputs.wgsl",
+    "attend/run_queries.wgsl",
+    "attend/run_states.wgsl",
     "attend/run_tiles.wgsl",
     "attend/run_values.wgsl",
     "attend/scores.wgsl",

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvpack::backend::AttendOptions;
 use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
-use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, Split, StoreView, Visible};
+use kvpack::plan::{AttendPlan, ElementType, Page, QueryRun, Scoring, SpanView, Split, StoreView, Visible};
 use kvpack::wgpu::{AttendStep, Capabilities, KernelLimits, Path, SubgroupSizes, Timestamps};
 use kvpack::{AttentionShape, Bits, Calibration, SegmentFormat, conformance};
 
@@ -153,6 +153,40 @@ fn the_registry_covers_matrices() {
         let case = cases.iter().find(|case| case.name == name);
         assert!(case.is_some_and(takes_matrices), "{name}");
     }
+}
+
+/// Whole prompts in f16 take one launch, which reads the given queries. All else has them prepared.
+#[test]
+fn whole_prompts_in_f16_take_one_launch() {
+    let limits = KernelLimits { storage_buffers: 12, workgroup_memory: 48 << 10, ..capabilities().limits };
+    let matrices = Capabilities { matrices: true, limits, ..capabilities() };
+    let pages: Vec<Page> = (0..8).map(|index| Page { shard: 0, index }).collect();
+    let launches = |format, head_dim, queries, [input, output]: [ElementType; 2], scoring: fn(Scoring) -> Scoring| {
+        let shape = AttentionShape::new(8, 2, head_dim).unwrap();
+        let span = SpanView { sequence: 0, start: 0, tokens: 1024, gathered: None, pages: &pages, range_slot: 0 };
+        let store = StoreView { format, calibration: None, spans: vec![span] };
+        let plan = AttendPlan::new(shape, &[QueryRun::causal(0, queries)], &[store]).unwrap();
+        let plan = plan.with_scoring(scoring(Scoring::of(&shape))).unwrap();
+        // So few blocks would be cut, to fill a device.
+        let split = Split { target_items: 1, tile_step: 1, max_tiles: 64 };
+        let options = AttendOptions { output, split, ..AttendOptions::default() };
+        let step = AttendStep::new(&matrices, &plan, input, options).unwrap();
+        step.launch_labels()
+            .iter()
+            .map(|label| label.split(' ').nth(1).unwrap_or_default().to_owned())
+            .collect::<Vec<_>>()
+    };
+    let (halves, same) = ([ElementType::F16; 2], |scoring| scoring);
+    assert_eq!(launches(SegmentFormat::F16, 128, 1024, halves, same), ["attend_run"]);
+    let prepared = ["prepare_run_query", "attend_run"];
+    assert_eq!(launches(SegmentFormat::per_channel(Bits::Four), 128, 1024, halves, same), prepared);
+    assert_eq!(launches(SegmentFormat::F16, 128, 20, halves, same)[0], prepared[0]);
+    assert_eq!(launches(SegmentFormat::F16, 64, 1024, halves, same)[0], prepared[0]);
+    for types in [[ElementType::F32, ElementType::F16], [ElementType::F16, ElementType::F32]] {
+        assert_eq!(launches(SegmentFormat::F16, 128, 1024, types, same), prepared);
+    }
+    let with_sinks = |scoring: Scoring| scoring.with_sinks(&[0.5; 8]).unwrap();
+    assert_eq!(launches(SegmentFormat::F16, 128, 1024, halves, with_sinks), prepared);
 }
 
 /// A prompt whose queries workgroups take one by one has a few items for each tile of queries, and none for each query.

@@ -8,6 +8,8 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Path {
+    /// One row of activations as integers, multiplied with bytes.
+    OneRow,
     /// Every four rows read the weights, and multiply without matrices.
     FourRows,
     /// All rows read the weights once, and multiply by MMAs of a warp.
@@ -35,6 +37,7 @@ impl Path {
 impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::OneRow => "one row",
             Self::FourRows => "four rows",
             Self::Mma => "mma",
             Self::Strips => "strips",

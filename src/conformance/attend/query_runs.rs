@@ -54,11 +54,14 @@ fn wide_runs() -> Vec<AttendCase> {
     let mut f16 = AttendCase::new("runs-wide-f16", shape(3, 96), SegmentFormat::F16).lengths(&[1000, 300, 77, 200]);
     f16.queries =
         Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 90), QueryRun::decode(2), QueryRun::causal(3, 5)]);
-    // All that queries see is in one item each, and a run ends within a block of rows.
+    // All that queries see is in one item each: the kernel reads the given queries and writes the outputs.
     let mut whole = AttendCase::new("runs-whole-f16", shape(4, 128), SegmentFormat::F16).lengths(&[900, 300, 200]);
     (whole.input.elements, whole.options.output) = (ElementType::F16, ElementType::F16);
     whole.options.split = Split { target_items: 1, tile_step: 1, max_tiles: 64 };
     whole.queries = Queries::Runs(vec![QueryRun::causal(0, 200), all(1, 64), QueryRun::causal(2, 130)]);
+    let mut whole_d256 = AttendCase::new("runs-whole-f16-d256", shape(4, 256), SegmentFormat::F16).lengths(&[400, 150]);
+    (whole_d256.input.elements, whole_d256.options) = (whole.input.elements, whole.options);
+    whole_d256.queries = Queries::Runs(vec![QueryRun::causal(0, 100), all(1, 64)]);
     let channel = SegmentFormat::per_channel(Bits::Four);
     let mut sink = AttendCase::new("runs-wide-sink-4bit", shape(4, 128), channel).lengths(&[4000, 500]);
     sink.sink = SinkPlace::Middle;
@@ -72,7 +75,7 @@ fn wide_runs() -> Vec<AttendCase> {
     let mut apart = AttendCase::new("runs-wide-channel-keys-token-values", shape(1, 128), mixed).lengths(&[700]);
     apart.input.elements = ElementType::Bf16;
     apart.queries = Queries::Runs(vec![QueryRun::causal(0, 257)]);
-    let mut cases = vec![f16, whole, sink, f16_sink, rotated, apart];
+    let mut cases = vec![f16, whole, whole_d256, sink, f16_sink, rotated, apart];
     // Eight neighbouring codes of one word, of two words, and of a part of one.
     let (eight, two) = (affine(Bits::Eight, Grouping::Token), affine(Bits::Two, Grouping::Token));
     let groups = SegmentFormat {

@@ -19,3 +19,4 @@ pub(super) mod uncentre_lse;
 mod unpack;
 mod unseen;
 mod variant;
+mod variant_sizes;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::logits::TokenMask;
 use super::run_variant::{DRAFT_ROWS, LEAST_PACKED_ROWS, RunVariant, item_rows};
-use super::variant::most_moving;
+use super::variant_sizes::most_moving;
 use crate::Result;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::page_format::PageFormat;

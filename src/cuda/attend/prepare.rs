@@ -3,7 +3,8 @@
 use super::logits::{Logits, TokenMask};
 use super::parts::few_queries;
 use super::run_variant::{LEAST_PACKED_ROWS, RunVariant, item_rows};
-use super::variant::{AttendVariant, ScorePass, most_moving};
+use super::variant::{AttendVariant, ScorePass};
+use super::variant_sizes::most_moving;
 use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;

@@ -11,7 +11,7 @@ use crate::Result;
 use crate::cuda::Cuda;
 use crate::cuda::device::driver::DeviceFacts;
 use crate::cuda::device::launch::set_shared_bytes;
-use crate::cuda::device::page_format::PageFormat;
+use crate::cuda::device::page_format::{PageFormat, TensorPages};
 use crate::cuda::device::program::Program;
 use crate::format::TILE_TOKENS;
 
@@ -24,13 +24,14 @@ const MOST_WARPS: usize = 16;
 /// Rows that one block takes, of up to 128 channels.
 pub(super) const BLOCK_ROWS: usize = MOST_WARPS * WARP_ROWS;
 
-/// Fewest rows for which `attend_run` pays off in f16, and `attend_drafts` over ranges of groups. `attend` takes fewer.
+/// Fewest rows for which `attend_run` pays off in f16, and `attend_drafts` over ranges of groups, and over those of tokens
+/// at 4 bits. `attend` takes fewer.
 const LEAST_DRAFT_ROWS: usize = 9;
 
 /// The same where `attend_run` unpacks tiles for all its warps, and where scores are calibrated.
 pub(super) const LEAST_PACKED_ROWS: usize = 33;
 
-/// The same for `attend_drafts` over ranges of tokens or of the span.
+/// The same for `attend_drafts` over other ranges of tokens, and over those of the span.
 const LEAST_CODE_ROWS: usize = 17;
 
 /// Warps of a block of few rows, which share the tokens of a tile.
@@ -201,7 +202,9 @@ impl RunVariant {
         if pages.packed() && Self::drafts(pages, LEAST_DRAFT_ROWS, facts).is_none() {
             return LEAST_PACKED_ROWS;
         }
-        if pages.packed() && !pages.is_grouped() { LEAST_CODE_ROWS } else { LEAST_DRAFT_ROWS }
+        let in_tokens = |tensor: &TensorPages| tensor.bits == 4 && tensor.has_token_ranges();
+        let pays_off = pages.is_grouped() || (in_tokens(&pages.key) && in_tokens(&pages.value));
+        if pages.packed() && !pays_off { LEAST_CODE_ROWS } else { LEAST_DRAFT_ROWS }
     }
 
     /// The same for launches whose scores become such logits.

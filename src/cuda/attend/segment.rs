@@ -12,7 +12,7 @@ use super::page_table::PageTable;
 use super::parts::{ItemQueries, SegmentParts};
 use super::run_variant::RunVariant;
 use super::scratch::{SegmentTables, Sizing};
-use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, TOKEN_RATE, WORK_TIME, Wave};
+use super::split::{self, BLOCK_TIME, RUN_BLOCK_TIME, WORK_TIME, Wave};
 use super::unpack::TileReads;
 use super::variant::{AttendVariant, ScorePass};
 use crate::cuda::Cuda;
@@ -101,39 +101,7 @@ impl PlannedLaunch {
             }
         }
         .ok_or_else(|| Error::Plan { what: "attend", reason: format!("no variant of {}", segment.format()) })?;
-        // Extremes of the queries of a span's run are contiguous.
-        let mut first_extremes = Vec::with_capacity(segment.spans().len());
-        let mut extremes = 0;
-        for span in segment.spans() {
-            first_extremes.push(extremes);
-            extremes += parts.runs[span.run].run.queries;
-        }
-        let count = tiles.iter().map(|&tiles| split::cut(tiles, most).count()).sum();
-        let (mut items, mut blocks) = (Vec::with_capacity(count), Vec::with_capacity(count));
-        for ((index, part), &tiles) in parts.parts.iter().zip(&tiles) {
-            let span = &segment.spans()[*index];
-            for (start, length) in split::cut(tiles, most) {
-                let first = part.tokens.start + start * TILE_TOKENS;
-                let end = (first + length * TILE_TOKENS).min(part.tokens.end);
-                let limits = parts.seen(span, part, first);
-                items.push(Item {
-                    first_page: table.place(*index, first / TILE_TOKENS) as u32,
-                    tokens: (end - first) as u32,
-                    range_slot: span.range_slot as u32,
-                    row: (parts.runs[span.run].first_row + part.first) as u32,
-                    state: 0, // these are known once all segments are cut
-                    first_state: 0,
-                    states: 0,
-                    extremes: (first_extremes[*index] + part.first) as u32,
-                    queries: part.queries as u32,
-                    stride: 0,
-                    seen: limits.seen,
-                    from: limits.from,
-                    tree: limits.tree,
-                });
-                blocks.push(part.block);
-            }
-        }
+        let (items, blocks, extremes) = cut_items(segment, &parts, &table, (&tiles, most));
         Ok(Self {
             store: segment.store(),
             format: *segment.format(),
@@ -363,6 +331,49 @@ fn longest_first(items: &[Item]) -> Vec<u32> {
     places
 }
 
+/// The items of a segment, the query block of each, and the number of extremes to keep. An item has up to `most` tiles.
+fn cut_items(
+    segment: &StorePart,
+    parts: &SegmentParts,
+    table: &PageTable,
+    (tiles, most): (&[usize], usize),
+) -> (Vec<Item>, Vec<usize>, usize) {
+    // Extremes of the queries of a span's run are contiguous.
+    let mut first_extremes = Vec::with_capacity(segment.spans().len());
+    let mut extremes = 0;
+    for span in segment.spans() {
+        first_extremes.push(extremes);
+        extremes += parts.runs[span.run].run.queries;
+    }
+    let count = tiles.iter().map(|&tiles| split::cut(tiles, most).count()).sum();
+    let (mut items, mut blocks) = (Vec::with_capacity(count), Vec::with_capacity(count));
+    for ((index, part), &tiles) in parts.parts.iter().zip(tiles) {
+        let span = &segment.spans()[*index];
+        for (start, length) in split::cut(tiles, most) {
+            let first = part.tokens.start + start * TILE_TOKENS;
+            let end = (first + length * TILE_TOKENS).min(part.tokens.end);
+            let limits = parts.seen(span, part, first);
+            items.push(Item {
+                first_page: table.place(*index, first / TILE_TOKENS) as u32,
+                tokens: (end - first) as u32,
+                range_slot: span.range_slot as u32,
+                row: (parts.runs[span.run].first_row + part.first) as u32,
+                state: 0, // these are known once all segments are cut
+                first_state: 0,
+                states: 0,
+                extremes: (first_extremes[*index] + part.first) as u32,
+                queries: part.queries as u32,
+                stride: 0,
+                seen: limits.seen,
+                from: limits.from,
+                tree: limits.tree,
+            });
+            blocks.push(part.block);
+        }
+    }
+    (items, blocks, extremes)
+}
+
 /// A kernel, how its blocks fill the device, and the tiles of an item.
 type Cut = (SegmentKernel, Wave, usize);
 
@@ -382,7 +393,7 @@ fn best_attend(
             blocks_per_item: shape.kv_heads() * heads.div_ceil(variant.block_heads()),
             tile_bytes: variant.pages.head_bytes(),
             clusters: facts.is_9_0_or_newer(),
-            token_rate: TOKEN_RATE / variant.row_warps as f64,
+            token_rate: variant.token_rate(),
             block_time: BLOCK_TIME,
             state_bytes: 0,
         };

@@ -14,6 +14,9 @@ const ALONE_RATE: f64 = 50e3;
 /// `attend`.
 pub(super) const TOKEN_RATE: f64 = 780.0;
 
+/// The same rate where keys stay bits, for the one query head of each KV head.
+pub(super) const BIT_TOKEN_RATE: f64 = 1300.0;
+
 /// The same rate for the rows of `attend_run`.
 pub(super) const RUN_TOKEN_RATE: f64 = 34.0;
 

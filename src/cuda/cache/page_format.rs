@@ -230,6 +230,16 @@ impl TensorPages {
     }
 
     /// Tokens and channels of the elements that share a tile range; zeros if there are none.
+    /// Whether each channel has one range over a span.
+    pub(crate) const fn has_span_ranges(&self) -> bool {
+        matches!(self.grouping, Some(Grouping::Channel))
+    }
+
+    /// Whether each token has one range for all its channels.
+    pub(crate) const fn has_token_ranges(&self) -> bool {
+        matches!(self.grouping, Some(Grouping::Token))
+    }
+
     const fn group(&self, head_dim: usize) -> [usize; 2] {
         match self.grouping {
             None | Some(Grouping::Channel) => [0, 0],

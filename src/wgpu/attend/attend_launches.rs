@@ -4,7 +4,7 @@ use super::attend::Fused;
 use super::attend_buffers::{Buffers, Grid, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot, Strided};
 use super::merge_states::{MergedStates, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
-use super::recipe::{LseOutput, Sinks, WrittenOutputs};
+use super::recipe::{LseOutput, RunItems, Sinks, WrittenOutputs};
 use super::scratch::{Layout, ScratchSection};
 use super::specialisation::{ItemScoring, MAX_RUN_TILES, MAX_TILES, Specialisation};
 use crate::backend::AttendOptions;
@@ -58,10 +58,22 @@ struct SegmentSections {
     page_table: ScratchSection,
     items: Vec<ScratchSection>,
     queries: ScratchSection,
-    /// Queries of `attend_run` and their constants, for a segment with such items.
+    /// Queries of `attend_run` and their constants, for a segment with such items, unless all read given queries.
     run_queries: Option<(ScratchSection, ScratchSection)>,
     /// Scores and extremes of a calibrated segment.
     scores: Option<(ScratchSection, ScratchSection)>,
+}
+
+impl SegmentSections {
+    /// The queries of `attend_run`: prepared ones, or those of the caller.
+    fn run_buffers(&self, items: RunItems) -> Buffers {
+        match (items, self.run_queries) {
+            (RunItems::Parts, Some((rows, constants))) => {
+                vec![("run_queries", Slot::Queries(rows)), ("run_constants", Slot::Queries(constants))]
+            }
+            _ => vec![("inputs", Slot::Input)],
+        }
+    }
 }
 
 impl Decisions {
@@ -294,8 +306,10 @@ impl Builder<'_> {
             let scores = self.layout.scores(tiles * TILE_TOKENS as u64 * 4);
             (scores, self.layout.scores(rows * 8))
         });
-        let run = segment.dispatches().iter().any(|dispatch| self.takes_run(segment, dispatch));
-        let run_queries = run.then(|| {
+        let reads_prepared =
+            |dispatch| self.takes_run(segment, dispatch) && self.run_items(segment, dispatch) == RunItems::Parts;
+        let prepares = segment.dispatches().iter().any(reads_prepared);
+        let run_queries = prepares.then(|| {
             let bytes = self.single(segment).run_query_bytes(segment.queries().len());
             (self.layout.queries(bytes[0]), self.layout.queries(bytes[1]))
         });
@@ -332,6 +346,19 @@ impl Builder<'_> {
     /// Whether the items of a dispatch are those of `attend_run`.
     fn takes_run(&self, segment: &StoreWork, dispatch: &Dispatch) -> bool {
         self.specialisation(segment, dispatch.most_queries, dispatch.mask).run_rows().is_some()
+    }
+
+    /// What the items of a dispatch have, if they are those of `attend_run`. All else that a step asks for keeps the text
+    /// that was compared with it on a card.
+    fn run_items(&self, segment: &StoreWork, dispatch: &Dispatch) -> RunItems {
+        let special = self.specialisation(segment, dispatch.most_queries, dispatch.mask);
+        let writes_outputs = self.work.rows().iter().all(|rows| *rows == StateRows::WRITTEN);
+        let in_halves = self.input == ElementType::F16 && self.options.output == ElementType::F16;
+        let plain = self.lse == LseOutput::None && self.work.scoring().sinks().is_none();
+        match writes_outputs && in_halves && plain && special.takes_whole_runs() {
+            true => RunItems::Whole(special.given_query(self.input)),
+            false => RunItems::Parts,
+        }
     }
 
     fn prepare_run_query(&self, at: usize, segment: &StoreWork, sections: &SegmentSections) -> Option<PlannedLaunch> {
@@ -398,16 +425,16 @@ impl Builder<'_> {
         let merging = &decisions.merging;
         let output = (merging.by == Merging::Fused).then_some(self.options.output);
         self.per_dispatch(at, (segment, sections), |dispatch, special, mut buffers| {
-            let run = sections.run_queries.zip(special.attend_run(self.outputs(decisions)));
+            let items = self.run_items(segment, dispatch);
+            let run = special.attend_run(items, self.outputs(decisions));
             let variant = match (segment.calibration(), sections.scores, run) {
                 (Some(calibration), Some((scores, extremes)), _) => {
                     buffers.push(("stored_scores", Slot::Scores(scores)));
                     buffers.push(("extremes", Slot::Scores(extremes)));
                     special.weighted_values((calibration.tau1(), calibration.tau2()), output).variant()
                 }
-                (_, _, Some(((rows, constants), run))) => {
-                    buffers.push(("run_queries", Slot::Queries(rows)));
-                    buffers.push(("run_constants", Slot::Queries(constants)));
+                (_, _, Some(run)) => {
+                    buffers.extend(sections.run_buffers(items));
                     self.push_outputs(decisions, &mut buffers);
                     self.push_keys(segment, dispatch.shard, &mut buffers);
                     run.variant()
@@ -423,7 +450,9 @@ impl Builder<'_> {
                 }
             };
             self.push_values(segment, dispatch.shard, &mut buffers);
-            buffers.push(("states", Slot::States(merging.states)));
+            if items == RunItems::Parts {
+                buffers.push(("states", Slot::States(merging.states)));
+            }
             if merging.by == Merging::Fused {
                 buffers.push(("arrived", Slot::Arrived(merging.arrived)));
                 buffers.push(("outputs", Slot::Output));

@@ -6,7 +6,8 @@
 //! allocate.
 //!
 //! The launches of a step, in order: `prepare_query` for every segment that is calibrated, has rotated keys, or has
-//! items of `attend_run` (for others every workgroup of `attend` prepares the query itself); `scores` for every shard
+//! items of `attend_run` that do not read queries as they were given (for others every workgroup of `attend` prepares
+//! the query itself); `scores` for every shard
 //! of a calibrated segment; `attend` for every shard (or `weighted_values` if calibrated, or `attend_run` for many
 //! queries together); and one `merge_states`, unless the last workgroup of `attend` merges, or `attend_run` writes all
 //! outputs. Each launch waits for the

@@ -2,8 +2,8 @@
 
 use super::recipe::{
     AttendRecipe, ByteWeights, Exchange, Field, FloatQuery, FloatWeights, GivenQuery, IntegerQuery, KeyRanges, KeyRows,
-    Logits, LseOutput, Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunRows, Scores, SignedBytes, Sinks,
-    Sums, ValueRanges, ValueRangesOfRun, Values, Work, WrittenOutputs,
+    Logits, LseOutput, Merge, QueryFields, QueryMemory, RunArrivals, RunCodes, RunItems, RunRows, Scores, SignedBytes,
+    Sinks, Sums, ValueRanges, ValueRangesOfRun, Values, Work, WrittenOutputs,
 };
 use crate::format::{Bits, Direction};
 use crate::plan::{ElementType, ItemMask};
@@ -31,11 +31,12 @@ impl AttendRecipe {
                 .with_f16()
                 .with_matrices()
                 .constant("QUERY_PARTS", *query_parts),
-            Self::Run { work, rows, keys, key_vector, values, rotation, arrivals, outputs } => {
+            Self::Run { work, rows, keys, key_vector, values, rotation, arrivals, items, outputs } => {
                 let (kernel, rotated) = arrivals.parts();
                 let variant = rows.put(work.put(Variant::new(&SHADERS, kernel))).with_f16().with_matrices();
                 let variant = variant.constant("MAX_TILES", super::specialisation::MAX_RUN_TILES);
                 let variant = outputs.put(put_run_codes(variant, [*keys, *values], *key_vector));
+                let variant = items.put(variant);
                 let variant = match rotation {
                     None => variant,
                     Some(rotation) => {
@@ -45,6 +46,7 @@ impl AttendRecipe {
                 };
                 match *arrivals {
                     RunArrivals::ByTurns => variant,
+                    RunArrivals::First => variant.import("run_arrivals", "attend/run_arrivals.wgsl#first"),
                     RunArrivals::Ahead => variant.import("run_arrivals", "attend/run_arrivals.wgsl#ahead"),
                     RunArrivals::Apart(buffers) => variant.constant("TILE_BUFFERS", buffers),
                 }
@@ -106,8 +108,22 @@ impl RunArrivals {
     /// The kernel, and its choice of `run_outputs` that rotates back.
     const fn parts(self) -> (&'static str, &'static str) {
         match self {
-            Self::ByTurns | Self::Ahead => ("attend_run", "attend/run_outputs.wgsl#rotated"),
+            Self::ByTurns | Self::First | Self::Ahead => ("attend_run", "attend/run_outputs.wgsl#rotated"),
             Self::Apart(_) => ("attend_run_apart", "attend/run_outputs.wgsl#rotated_apart"),
+        }
+    }
+}
+
+impl RunItems {
+    fn put(self, variant: Variant) -> Variant {
+        match self {
+            Self::Parts => variant,
+            // Queries and output may be parts of one buffer of the engine, as in `attend`.
+            Self::Whole(query) => query
+                .put(variant)
+                .import("run_queries", "attend/run_queries.wgsl#given")
+                .import("run_states", "attend/run_states.wgsl#none")
+                .writable("inputs"),
         }
     }
 }
@@ -125,8 +141,11 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
     use RunCodes::{Channel, ChannelTokens, F16, Levels, Token};
     let four = [keys, values].iter().all(RunCodes::has_four_bits);
     let of_keys = |file, bits: Bits| {
-        let variant = variant.clone().import("run_keys", file);
-        variant.constant("KEY_BITS", bits.count() as usize).constant("KEY_VECTOR", key_vector)
+        let variant = variant.clone().import("run_keys", file).constant("KEY_VECTOR", key_vector);
+        match bits {
+            Bits::Eight => variant.import("run_key_codes", "attend/codes.wgsl#run_key_bytes"),
+            _ => variant.constant("KEY_BITS", bits.count() as usize),
+        }
     };
     let variant = match keys {
         F16 => variant,
@@ -139,8 +158,13 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
         }
         Levels(bits, unit) => of_keys("attend/run_keys.wgsl#levels", bits).float("KEY_UNIT", unit),
     };
-    let of_values =
-        |file, bits: Bits| variant.clone().import("run_values", file).constant("VALUE_BITS", bits.count() as usize);
+    let of_values = |file, bits: Bits| {
+        let variant = variant.clone().import("run_values", file);
+        match bits {
+            Bits::Eight => variant.import("run_value_codes", "attend/codes.wgsl#run_value_bytes"),
+            _ => variant.constant("VALUE_BITS", bits.count() as usize),
+        }
+    };
     match values {
         F16 => variant,
         Channel(_) if four => variant.import("run_values", "attend/run_values.wgsl#channel_4bit"),

@@ -25,6 +25,7 @@ pub(crate) enum AttendRecipe {
         values: RunCodes,
         rotation: Option<Rotation>,
         arrivals: RunArrivals,
+        items: RunItems,
         outputs: WrittenOutputs,
     },
     /// `scores`: stores the scores of keys.
@@ -142,11 +143,22 @@ impl RunCodes {
 pub(crate) enum RunArrivals {
     /// Half of the subgroups store before they compute their weights, the others after.
     ByTurns,
+    /// All subgroups store before they compute their weights.
+    First,
     /// Everything is loaded a step ahead.
     Ahead,
     /// Subgroups do not wait for each other before they compute their weights. There is room for the keys and values of
     /// this many steps, `TILE_BUFFERS`: 1 or 2.
     Apart(usize),
+}
+
+/// What items of `attend_run` have: slots `run_queries` and `run_states`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum RunItems {
+    /// All that their queries see, or a part of it. Queries are prepared.
+    Parts,
+    /// All of it. Queries are read as the caller gave them, and no item writes states.
+    Whole(GivenQuery),
 }
 
 /// How lanes exchange numbers.

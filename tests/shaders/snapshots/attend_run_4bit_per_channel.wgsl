@@ -11,8 +11,8 @@ enable wgpu_cooperative_matrix;
 //   s_rt = q_r · k_t / √D,  lse_r = ln Σ exp(s_rt),  output_r = Σ exp(s_rt - lse_r) v_t
 //
 // over the tokens of one work item. A row r is a query and one of the query heads of the item's KV head, up to ROWS of
-// them, which `prepare_query` wrote in f16. Products are 16 × 16 × 16, in f16 with f32 sums. `merge_states` merges the
-// items; one with all that its queries see writes their outputs.
+// them, in f16: `prepare_run_query` wrote them, or the caller (slot `run_queries`). Products are 16 × 16 × 16, in f16
+// with f32 sums. `merge_states` merges the items; one with all that its queries see writes their outputs.
 //
 // A subgroup of 32 owns two blocks of 16 rows, or one where a row has more than 128 channels. Their queries (the left
 // operands of scores) and their sums stay in its registers for the whole item. All subgroups share the tokens, which
@@ -37,7 +37,7 @@ enable wgpu_cooperative_matrix;
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: scores, share, store_keys, store_values
+// gives: scores, row_weights, share, store_keys, store_values
 
 // [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;
@@ -227,11 +227,11 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
 
     keep_item(item, invocation);
     keep_tile_base(read_tile_base(item.page_offset, tiles, y, invocation), tiles, invocation);
-    let first = first_prepared(item, y);
+    let first = first_row(item, y);
     var rows: array<Left, ROW_BLOCKS * STEPS>;
-    load_rows(&rows, first, team);
+    load_rows(&rows, item, first, team, lane);
     let own_row = team * OWN_ROWS + lane % OWN_ROWS;
-    let constants = run_constants[min(first + own_row, arrayLength(&run_constants) - 1u)];
+    let constants = constants_of(first + own_row);
     unit = constants.x * KEY_UNIT;
     // Each query sees one token more than the one before it, up to all of the item.
     let query = min(own_row / GROUP, item.later);
@@ -288,11 +288,9 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
 
 // Rows and tokens of the kernels that take many queries with cooperative matrices, and what an invocation loads.
 //
-// gives: Half4, Left, Right, Sums, Eight, run_constants, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, ROWS, STEPS, EIGHTS,
-//   TOKEN_VECTORS, TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS,
-//   ROW_SCORES, MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, first_prepared,
-//   load_rows, load_keys, load_values
-// binds: 2 run_queries, 10 run_constants
+// gives: Half4, Left, Right, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, ROWS, STEPS, EIGHTS, TOKEN_VECTORS,
+//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES,
+//   MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, load_keys, load_values
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
 alias Half4 = vec4<f16>;
@@ -305,26 +303,18 @@ struct Eight {
     high: Half4,
 }
 
-// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
-@group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
-@group(0) @binding(10) var<storage, read> run_constants: array<vec2<f32>>;
-
 const SUBGROUPS: u32 = 8u;
 // Blocks of 16 rows in a subgroup, and its rows.
 const ROW_BLOCKS: u32 = 2u;
 const OWN_ROWS: u32 = ROW_BLOCKS * 16u;
 const ROWS: u32 = SUBGROUPS * OWN_ROWS;
-// Unused rows behind the prepared ones.
-const RUN_ROWS: u32 = 256u;
 
 const STEPS: u32 = HEAD_DIM / 16u;
 const EIGHTS: u32 = HEAD_DIM / 8u;
 // Vectors of eight tokens of a tile's values, and steps of a tile.
 const TOKEN_VECTORS: u32 = 16u;
 const TILE_STEPS: u32 = 8u;
-// Sizes in vectors of four: a prepared query; a key, a channel of values, a row of scores and a row of weights in
-// workgroup memory.
-const QUERY_ROW: u32 = HEAD_DIM / 4u;
+// Sizes in vectors of four: a key, a channel of values, a row of scores and a row of weights in workgroup memory.
 const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
 const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
 const VALUE_ROW: u32 = 6u;
@@ -348,26 +338,6 @@ var<private> arriving_values: array<ValueWord, LOADS>;
 
 fn pages() -> u32 {
     return min(run_key_pages(), run_value_pages());
-}
-
-// Row of the item's first query among the prepared ones of a KV head.
-fn first_prepared(item: WorkItem, kv_head: u32) -> u32 {
-    let sections = min(arrayLength(&run_constants), arrayLength(&run_queries) / QUERY_ROW);
-    let prepared_queries = (sections - RUN_ROWS) / QUERY_HEADS;
-    return (kv_head * prepared_queries + item.query) * GROUP;
-}
-
-fn load_rows(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, first: u32, team: u32) {
-    let last = arrayLength(&run_queries) / QUERY_ROW - RUN_ROWS;
-    let own = min(first, last) + team * OWN_ROWS;
-    // unroll
-    for (var block = 0u; block < ROW_BLOCKS; block++) {
-        // unroll
-        for (var step = 0u; step < STEPS; step++) {
-            let at = (own + block * 16u) * QUERY_ROW + step * 4u;
-            (*rows)[block * STEPS + step] = coopLoadT<Left>(&run_queries[at], QUERY_ROW);
-        }
-    }
 }
 
 // Loads the keys of a step, or its values. Steps beyond the item load those of its last tile.
@@ -653,57 +623,47 @@ fn load_ranges(tile_base: u32, step: u32, invocation: u32) {}
 fn store_ranges(invocation: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/attend/states.wgsl#states #joined
+// shaders/attend/run_queries.wgsl#prepared
 // ----------------------------------------------------------------------------------------------------
 
-// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+// The rows that `prepare_run_query` wrote.
 //
-// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
-// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
+// needs: GROUP, HEAD_DIM, Half4, Left, OWN_ROWS, QUERY_HEADS, ROW_BLOCKS, STEPS, WorkItem
+// gives: first_row, load_rows, constants_of
+// binds: 2 run_queries, 10 run_constants
 
-const FIELDS: u32 = HEAD_DIM / 4u;
-const STATE_ROW: u32 = FIELDS + 1u;
+// [KV head][prepared query][head of the group], and their constants: see attend/query_row.wgsl#f16.
+@group(0) @binding(2) var<storage, read> run_queries: array<Half4>;
+@group(0) @binding(10) var<storage, read> run_constants: array<vec2<f32>>;
 
-fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
-    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
-    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+// Unused rows behind the prepared ones.
+const RUN_ROWS: u32 = 256u;
+// Vectors of four of a prepared query.
+const QUERY_ROW: u32 = HEAD_DIM / 4u;
+
+// Row of the item's first query among the prepared ones of a KV head.
+fn first_row(item: WorkItem, kv_head: u32) -> u32 {
+    let sections = min(arrayLength(&run_constants), arrayLength(&run_queries) / QUERY_ROW);
+    let prepared_queries = (sections - RUN_ROWS) / QUERY_HEADS;
+    return (kv_head * prepared_queries + item.query) * GROUP;
 }
 
-fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+fn load_rows(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, item: WorkItem, first: u32, team: u32, lane: u32) {
+    let last = arrayLength(&run_queries) / QUERY_ROW - RUN_ROWS;
+    let own = min(first, last) + team * OWN_ROWS;
+    // unroll
+    for (var block = 0u; block < ROW_BLOCKS; block++) {
+        // unroll
+        for (var step = 0u; step < STEPS; step++) {
+            let at = (own + block * 16u) * QUERY_ROW + step * 4u;
+            (*rows)[block * STEPS + step] = coopLoadT<Left>(&run_queries[at], QUERY_ROW);
+        }
     }
 }
 
-fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
-    if (head_exists(item, y, head)) {
-        states[state_row(item, y, head) + FIELDS].x = lse;
-    }
+fn constants_of(row: u32) -> vec2<f32> {
+    return run_constants[min(row, arrayLength(&run_constants) - 1u)];
 }
-
-// States that were joined: sums relative to the largest log-sum-exp.
-//
-// gives: NO_LSE, Joined
-
-// Below every log-sum-exp.
-const NO_LSE: f32 = -1e30f;
-
-struct Joined {
-    sum: vec4<f32>,
-    weight_sum: f32,
-    largest: f32,
-}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/attend/merge.wgsl#later
-// ----------------------------------------------------------------------------------------------------
-
-// States that `merge_states` joins.
-//
-// gives: states
-// binds: 7 states
-
-@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/run_ends.wgsl
@@ -715,7 +675,7 @@ struct Joined {
 // In bounds: rows of states, outputs and log-sum-exps are clamped where they are written. Rows without a query write
 // nothing.
 //
-// needs: FIELDS, WorkItem, head_exists, input_row, query_head, state_row, states, write_state_lse
+// needs: WorkItem, head_exists, input_row, query_head
 // gives: keep_item, kept_item, end_row, write_field
 
 // What the ends need of the item waits here: registers are short while products are summed. Vectors keep every array of
@@ -747,8 +707,8 @@ fn kept_item() -> WorkItem {
 fn end_row(item: WorkItem, y: u32, row: u32, weight_sum: f32, lse: f32) -> vec2<f32> {
     // A row that sees no token of the item has no weights, and a state that weighs nothing.
     let factor = select(1f, 1f / weight_sum, weight_sum > 0f);
-    if (item.states > 0u) {
-        write_state_lse(item, y, row, lse);
+    if (writes_states(item)) {
+        write_lse_of_state(item, y, row, lse);
         return vec2<f32>(factor, 1f);
     }
     let joined = add_sink(Joined(vec4<f32>(factor, 1f, 0f, 0f), 1f, lse), query_head(y, row));
@@ -763,8 +723,8 @@ fn write_field(item: WorkItem, y: u32, row: u32, field: u32, output: vec4<f32>) 
     if (!head_exists(item, y, row)) {
         return;
     }
-    if (item.states > 0u) {
-        states[state_row(item, y, row) + field] = output;
+    if (writes_states(item)) {
+        write_state_field(item, y, row, field, output);
     } else {
         write_output(input_row(item, y, row) * FIELDS + field, output);
     }
@@ -800,6 +760,80 @@ fn write_output(index: u32, x: vec4<f32>) {
 fn output_at(index: u32) -> u32 {
     return index;
 }
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/states.wgsl#joined #states
+// ----------------------------------------------------------------------------------------------------
+
+// States that were joined: sums relative to the largest log-sum-exp.
+//
+// gives: NO_LSE, Joined
+
+// Below every log-sum-exp.
+const NO_LSE: f32 = -1e30f;
+
+struct Joined {
+    sum: vec4<f32>,
+    weight_sum: f32,
+    largest: f32,
+}
+
+// Attention states: [state][query head], a row of HEAD_DIM outputs and the natural log-sum-exp, padded to 16 bytes.
+//
+// needs: HEAD_DIM, QUERY_HEADS, WorkItem, head_exists, query_head, query_of
+// gives: FIELDS, STATE_ROW, state_row, write_state_channel, write_state_lse
+
+const FIELDS: u32 = HEAD_DIM / 4u;
+const STATE_ROW: u32 = FIELDS + 1u;
+
+fn state_row(item: WorkItem, y: u32, head: u32) -> u32 {
+    let state = min(item.state + query_of(item, head) * item.stride, arrayLength(&states) / (QUERY_HEADS * STATE_ROW) - 1u);
+    return (state * QUERY_HEADS + query_head(y, head)) * STATE_ROW;
+}
+
+fn write_state_channel(item: WorkItem, y: u32, head: u32, channel: u32, output: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + channel / 4u][channel % 4u] = output;
+    }
+}
+
+fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
+    if (head_exists(item, y, head)) {
+        states[state_row(item, y, head) + FIELDS].x = lse;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/run_states.wgsl#some
+// ----------------------------------------------------------------------------------------------------
+
+// Items with a part of what their queries see do.
+//
+// needs: WorkItem
+// gives: writes_states, write_lse_of_state, write_state_field
+
+fn writes_states(item: WorkItem) -> bool {
+    return item.states > 0u;
+}
+
+fn write_lse_of_state(item: WorkItem, y: u32, row: u32, lse: f32) {
+    write_state_lse(item, y, row, lse);
+}
+
+fn write_state_field(item: WorkItem, y: u32, row: u32, field: u32, output: vec4<f32>) {
+    states[state_row(item, y, row) + field] = output;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/attend/merge.wgsl#later
+// ----------------------------------------------------------------------------------------------------
+
+// States that `merge_states` joins.
+//
+// gives: states
+// binds: 7 states
+
+@group(0) @binding(7) var<storage, read_write> states: array<vec4<f32>>;
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/run_arrivals.wgsl#ahead

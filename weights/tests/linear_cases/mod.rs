@@ -120,6 +120,8 @@ pub fn cases() -> Vec<Case> {
     }
     for (x, y) in ElementType::ALL.into_iter().zip([ElementType::F16, ElementType::Bf16, ElementType::F32]) {
         cases.push(Case { x, y, rows: 3, outputs: 10, ..PLAIN });
+        // One row: more chunks than invocations, outputs that fill no workgroup.
+        cases.push(Case { x, y, outputs: 38, inputs: 4160, group: 64, ..PLAIN });
     }
     cases.push(Case { rows: FEW_ROWS, outputs: 7, ..PLAIN });
     for (bits, rows) in Bits::ALL.into_iter().zip([FEW_ROWS, 4, 9, 15]) {

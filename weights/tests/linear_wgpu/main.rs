@@ -91,6 +91,39 @@ fn products_equal_those_of_f64() {
     cases().into_iter().for_each(|case| check(&on, case));
 }
 
+/// The kernel of one row turns activations into integers, relative to the largest of a chunk.
+#[test]
+fn one_row_of_any_size() {
+    let on = device();
+    for (of, factors) in [
+        (ElementType::F16, [0.0, 1.0 / (1 << 20) as f32, 6e4]),
+        (ElementType::Bf16, [0.0, 1e-25, 1e33]),
+        (ElementType::F32, [0.0, 1e-25, 1e33]),
+    ] {
+        let case = Case { x: of, outputs: 38, inputs: 512, ..PLAIN };
+        let quantized = layer(&case);
+        let linear = uploaded(&on, &quantized);
+        let product = |numbers: &[f32]| {
+            let ((x, held), (y, _)) = (tensor(&on, numbers, of), tensor(&on, &[1.0; 38], case.y));
+            let bound = linear.bind(&on.kernels, &x, 1, &y).unwrap();
+            (bound.path(), held, run(&on, &bound, &y))
+        };
+        for factor in factors {
+            // Every third chunk is 0.
+            let of_chunk = |at: usize| if at / 32 % 3 == 1 { 0.0 } else { factor };
+            let numbers = floats(512, 4).into_iter().enumerate().map(|(at, x)| x * of_chunk(at));
+            let (path, held, got) = product(&numbers.collect::<Vec<_>>());
+            compare(&case, &quantized, path, &held, &got);
+        }
+        for wrong in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            let mut numbers = floats(512, 4);
+            numbers[77] = wrong;
+            let (_, _, got) = product(&numbers);
+            assert!(got.iter().all(|y| !y.is_finite()), "{of:?} with {wrong}: {got:?}");
+        }
+    }
+}
+
 #[test]
 fn groups_of_any_order_and_size() {
     let on = device();

@@ -216,7 +216,8 @@ fn compare(linear: &QuantizedLinear, path: Path, x: &[half::f16], got: &[f32]) -
                 absolute += product.abs();
             }
             let got = f64::from(got[row * outputs + output]);
-            if (got - want).abs() > 2e-5 * absolute + want.abs() / 2048.0 {
+            let error = (got - want).abs();
+            if error.is_nan() || error > 2e-5 * absolute + want.abs() / 2048.0 {
                 let what = format!("{} in {}", linear.shape(), linear.bits());
                 return Err(Wrong(format!("{what}, row {row}, output {output}: {got}, not {want}")).into());
             }
