@@ -168,7 +168,7 @@ def tables():
     yield policy("burn-policy-8b")
     yield context("burn-context-8b")
     yield from (throughput(f"throughput-7b-{budget}") for budget in ("5g", "20g-w4"))
-    yield from (budgets(f"throughput-7b-{prompt}") for prompt in ("8960", "17920", "140gb-w4"))
+    yield from (budgets(f"throughput-7b-{prompt}") for prompt in ("8960", "8960-20g", "17920", "140gb-w4"))
     yield budget_sums("throughput-7b-8960")
     policies = ("latency-7b", "latency-7b-w4", "latency-7b-32k-w4", "latency-7b-2k-w4", "latency-8b", "lookm-13b")
     yield from (policy(name) for name in policies)
