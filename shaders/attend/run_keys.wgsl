@@ -17,7 +17,7 @@
 // needs: Eight
 // gives: KEY_UNIT, KeyWord, load_key, key_halves
 
-// import run_key_codes = attend/codes.wgsl#run_key_codes
+// import run_key_codes = attend/run_key_codes.wgsl#words
 
 const KEY_UNIT: f32 = 1f;
 
@@ -68,7 +68,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 // binds: 4 key_ranges
 // set by plans: KEY_TOKEN_GROUPS
 
-// import run_key_codes = attend/codes.wgsl#run_key_codes
+// import run_key_codes = attend/run_key_codes.wgsl#words
 
 // Groups of tokens in a tile: 1, 2 or 4.
 const KEY_TOKEN_GROUPS: u32 = 4u;
@@ -142,7 +142,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 // binds: 4 key_ranges
 // set by plans: KEY_UNIT
 
-// import run_key_codes = attend/codes.wgsl#run_key_codes
+// import run_key_codes = attend/run_key_codes.wgsl#words
 // import attend/codes.wgsl#level_halves
 
 // 128 units of the codebook.
@@ -174,7 +174,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 // binds: 4 key_ranges
 // set by plans: KEY_CHANNEL_GROUPS
 
-// import run_key_codes = attend/codes.wgsl#run_key_codes
+// import run_key_codes = attend/run_key_codes.wgsl#words
 
 // Groups of a row, of whole eights of channels.
 const KEY_CHANNEL_GROUPS: u32 = 1u;

@@ -27,7 +27,7 @@ fn store_ranges(invocation: u32) {}
 // gives: ValueWord, load_value, value_halves, run_output
 // binds: 6 value_span_ranges
 
-// import run_value_codes = attend/codes.wgsl#run_value_codes
+// import run_value_codes = attend/run_value_codes.wgsl#words
 
 alias ValueWord = vec2<u32>;
 
@@ -106,7 +106,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 // binds: 6 value_ranges
 // set by plans: VALUE_TOKEN_GROUPS
 
-// import run_value_codes = attend/codes.wgsl#run_value_codes
+// import run_value_codes = attend/run_value_codes.wgsl#words
 
 // Groups of tokens in a tile: 1, 2 or 4.
 const VALUE_TOKEN_GROUPS: u32 = 4u;
@@ -186,7 +186,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 // binds: 6 value_ranges
 // set by plans: VALUE_UNIT
 
-// import run_value_codes = attend/codes.wgsl#run_value_codes
+// import run_value_codes = attend/run_value_codes.wgsl#words
 // import attend/codes.wgsl#level_halves
 
 struct ValueWord {
@@ -237,7 +237,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 // binds: 6 value_ranges
 // set by plans: VALUE_CHANNEL_GROUPS
 
-// import run_value_codes = attend/codes.wgsl#run_value_codes
+// import run_value_codes = attend/run_value_codes.wgsl#words
 
 // Groups of channels of a row.
 const VALUE_CHANNEL_GROUPS: u32 = 1u;
@@ -345,7 +345,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 // gives: ValueWord, load_ranges, store_ranges, load_value, value_halves, run_output
 // binds: 6 value_ranges
 
-// import run_value_codes = attend/codes.wgsl#run_value_codes
+// import run_value_codes = attend/run_value_codes.wgsl#words
 
 alias ValueWord = vec2<u32>;
 

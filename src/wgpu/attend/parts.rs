@@ -143,7 +143,7 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
     let of_keys = |file, bits: Bits| {
         let variant = variant.clone().import("run_keys", file).constant("KEY_VECTOR", key_vector);
         match bits {
-            Bits::Eight => variant.import("run_key_codes", "attend/codes.wgsl#run_key_bytes"),
+            Bits::Eight => variant.import("run_key_codes", "attend/run_key_codes.wgsl#pairs"),
             _ => variant.constant("KEY_BITS", bits.count() as usize),
         }
     };
@@ -161,7 +161,7 @@ fn put_run_codes(variant: Variant, [keys, values]: [RunCodes; 2], key_vector: us
     let of_values = |file, bits: Bits| {
         let variant = variant.clone().import("run_values", file);
         match bits {
-            Bits::Eight => variant.import("run_value_codes", "attend/codes.wgsl#run_value_bytes"),
+            Bits::Eight => variant.import("run_value_codes", "attend/run_value_codes.wgsl#pairs"),
             _ => variant.constant("VALUE_BITS", bits.count() as usize),
         }
     };
