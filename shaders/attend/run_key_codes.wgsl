@@ -47,7 +47,6 @@ fn load_key_codes(tile_base: u32, token: u32, eight: u32) -> vec2<u32> {
 // needs: EIGHTS, KV_HEADS, TILE_TOKENS
 // gives: KEY_BITS, run_key_pages, load_key_codes
 // binds: 3 keys
-// set by plans: KEY_VECTOR
 
 // import attend/codes.wgsl#code_halves
 

@@ -14,7 +14,7 @@
 
 // Keys with a range per channel, which is folded into the query: halves are codes, counted from the middle.
 //
-// needs: Eight
+// needs: CODES, Eight, code_halves
 // gives: KEY_UNIT, KeyWord, load_key, key_halves
 
 // import run_key_codes = attend/run_key_codes.wgsl#words
@@ -63,7 +63,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 
 // Keys with a range per channel and group of tokens: k = s c + m. Lanes of neighbouring tokens read the same ranges.
 //
-// needs: EIGHTS, Eight, Half4, TILE_TOKENS
+// needs: CODES, EIGHTS, Eight, Half2, Half4, TILE_TOKENS, code_halves
 // gives: KEY_UNIT, KeyWord, load_key, key_halves
 // binds: 4 key_ranges
 // set by plans: KEY_TOKEN_GROUPS
@@ -137,7 +137,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 
 // Keys as levels of a codebook times the norm of their token. The unit of levels is that of the products.
 //
-// needs: Eight, TILE_TOKENS
+// needs: Eight, Half2, TILE_TOKENS
 // gives: KEY_UNIT, KeyWord, load_key, key_halves
 // binds: 4 key_ranges
 // set by plans: KEY_UNIT
@@ -169,7 +169,7 @@ fn key_halves(word: KeyWord, eight: u32) -> Eight {
 
 // Keys with a range per token and group of channels, or one per token: k = s c + m.
 //
-// needs: EIGHTS, Eight, TILE_TOKENS
+// needs: CODES, EIGHTS, Eight, Half2, TILE_TOKENS, code_halves
 // gives: KEY_UNIT, KeyWord, load_key, key_halves
 // binds: 4 key_ranges
 // set by plans: KEY_CHANNEL_GROUPS

@@ -23,7 +23,7 @@ fn store_ranges(invocation: u32) {}
 // Values with a range per channel of the span: halves are codes, counted from the middle. v = s (c + middle) + m is
 // computed from their mean.
 //
-// needs: Eight, HEAD_DIM, KV_HEADS
+// needs: CODES, Eight, HEAD_DIM, KV_HEADS, code_halves
 // gives: ValueWord, load_value, value_halves, run_output
 // binds: 6 value_span_ranges
 
@@ -101,7 +101,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 
 // Values with a range per channel and group of tokens: v = s c + m.
 //
-// needs: Eight, HEAD_DIM, Half4
+// needs: CODES, Eight, HEAD_DIM, Half2, Half4, code_halves
 // gives: ValueWord, load_value, value_halves, run_output
 // binds: 6 value_ranges
 // set by plans: VALUE_TOKEN_GROUPS
@@ -181,7 +181,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 
 // Values as levels of a codebook times the norm of their token. The unit of levels is that of the outputs.
 //
-// needs: Eight, Half4, TILE_TOKENS
+// needs: Eight, Half2, Half4, TILE_TOKENS
 // gives: ValueWord, load_value, value_halves, run_output
 // binds: 6 value_ranges
 // set by plans: VALUE_UNIT
@@ -232,7 +232,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 
 // Values with a range per token and group of channels, or one per token: v = s c + m.
 //
-// needs: Eight, HEAD_DIM, Half4, TILE_TOKENS
+// needs: CODES, Eight, HEAD_DIM, Half2, Half4, TILE_TOKENS, code_halves
 // gives: ValueWord, load_value, value_halves, run_output
 // binds: 6 value_ranges
 // set by plans: VALUE_CHANNEL_GROUPS
@@ -341,7 +341,7 @@ fn run_output(range_slot: u32, kv_head: u32, channel: u32, mean: vec4<f32>, shar
 // Values with a range per token: v = s c + m. All channels of a token have one, so the ranges of a step lie in workgroup
 // memory. An invocation that loaded those of its eight tokens itself would keep eight more registers for a whole step.
 //
-// needs: Eight, Half4, TILE_TOKENS
+// needs: CODES, Eight, Half2, Half4, TILE_TOKENS, code_halves
 // gives: ValueWord, load_ranges, store_ranges, load_value, value_halves, run_output
 // binds: 6 value_ranges
 
