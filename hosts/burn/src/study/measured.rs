@@ -32,7 +32,7 @@ impl<'a> Measured<'a> {
         &mut self.host
     }
 
-    /// The same with a limit of the bytes of burn's own keys and values.
+    /// Limits the bytes of burn's own keys and values: steps that need more are not timed.
     pub fn with_own_bytes(self, own_bytes: usize) -> Self {
         Self { own_bytes, ..self }
     }

@@ -78,7 +78,7 @@ impl DecodeArgs {
         let config = gguf.config.clone();
         let decoder = Decoder::load(device, config, &mut gguf)?;
         let host = Host::new(backend, decoder, self.options.most(), None)?;
-        let mut measured = Measured::new(device, backend, host).with_own_bytes(self.own_gib << 30);
+        let mut measured = Measured::new(device, backend, host).with_own_bytes(self.own_gib.saturating_mul(1 << 30));
         let report = StudyReport::begin(&measured, "decode", gguf.name.clone(), &self.study);
         let greedy = self.options.greedy;
         let same = greedy == 0 || greedy::compared(device, backend, measured.host(), (&gguf, greedy))?;
