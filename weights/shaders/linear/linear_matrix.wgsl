@@ -7,13 +7,19 @@
 //
 // f32 activations come as PARTS = 2 numbers in f16, one part behind the other, and the sums of both are the product.
 //
+// SPLITS workgroups may share a tile, each with its own chunks. Then the sums of each have rows of their own, and
+// `add_splits` adds them.
+//
 // In bounds: control flow around products depends on constants alone. Rows and outputs beyond the last take the last
 // again and are not written.
 
 // import linear/matrices.wgsl
 
 const PARTS: u32 = 1u;
+const SPLITS: u32 = 1u;
 const ALL_CHUNKS: u32 = CHUNKS * PARTS;
+// A multiple of SPLITS.
+const SPLIT_CHUNKS: u32 = ALL_CHUNKS / SPLITS;
 
 const TILE: u32 = 128u;
 // Rows of both tiles lie this many vectors of four halves apart, so that matrices are read from different banks.
@@ -72,9 +78,11 @@ fn linear_matrix(
 ) {
     let invocation = (subgroup * 32u + lane) % 256u;
     let team = invocation / 32u;
-    let rows = bound_rows();
+    let rows = bound_rows() / SPLITS;
     let first_output = (workgroup.y * workgroups.x + workgroup.x) * TILE;
-    let first_row = workgroup.z * TILE;
+    let first_row = workgroup.z / SPLITS * TILE;
+    let split = workgroup.z % SPLITS;
+    let first_chunk = split * SPLIT_CHUNKS;
     let line = invocation / 4u;
     let q = invocation % 4u;
     let own_rows = min(vec2<u32>(first_row + line, first_row + line + 64u), vec2<u32>(rows - 1u));
@@ -87,20 +95,20 @@ fn linear_matrix(
     for (var i = 0u; i < 8u; i++) {
         sums[i] = Sums();
     }
-    var loaded = load(own_rows, own_outputs, q, 0u);
-    for (var at = 0u; at < ALL_CHUNKS; at++) {
+    var loaded = load(own_rows, own_outputs, q, first_chunk);
+    for (var i = 0u; i < SPLIT_CHUNKS; i++) {
         put(line, q, loaded);
         workgroupBarrier();
-        loaded = load(own_rows, own_outputs, q, min(at + 1u, ALL_CHUNKS - 1u));
+        loaded = load(own_rows, own_outputs, q, first_chunk + min(i + 1u, SPLIT_CHUNKS - 1u));
         // unroll
         for (var k = 0u; k < 2u; k++) {
             let w0 = coopLoad<Right>(&w_tile[team_output * STRIDE + 4u * k], STRIDE);
             let w1 = coopLoad<Right>(&w_tile[(team_output + 16u) * STRIDE + 4u * k], STRIDE);
             // unroll
-            for (var i = 0u; i < 4u; i++) {
-                let x = coopLoadT<Left>(&x_tile[(team_row + 16u * i) * STRIDE + 4u * k], STRIDE);
-                sums[2u * i] = coopMultiplyAdd(x, w0, sums[2u * i]);
-                sums[2u * i + 1u] = coopMultiplyAdd(x, w1, sums[2u * i + 1u]);
+            for (var j = 0u; j < 4u; j++) {
+                let x = coopLoadT<Left>(&x_tile[(team_row + 16u * j) * STRIDE + 4u * k], STRIDE);
+                sums[2u * j] = coopMultiplyAdd(x, w0, sums[2u * j]);
+                sums[2u * j + 1u] = coopMultiplyAdd(x, w1, sums[2u * j + 1u]);
             }
         }
         workgroupBarrier();
@@ -123,7 +131,7 @@ fn linear_matrix(
                     staged[block + 2u * COLUMN],
                     staged[block + 3u * COLUMN],
                 );
-                store(row, output, unit(row) * sum);
+                store(split * rows + row, output, unit(row) * sum);
             }
         }
         workgroupBarrier();

@@ -104,7 +104,7 @@ fn product(x: Integers, chunk: Codes, range: vec2<f32>) -> f32 {
     return range.x * (f32(whole(sums)) * x.unit - range.y * x.sum);
 }
 
-@compute @workgroup_size(128)
+@compute @workgroup_size(INVOCATIONS)
 fn linear_row(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(num_workgroups) workgroups: vec3<u32>,

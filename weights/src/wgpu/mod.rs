@@ -9,6 +9,7 @@ mod linear;
 mod matrices;
 mod product;
 mod sources;
+mod splits;
 
 pub use dequantize::BoundWeights;
 pub use linear::Linear;

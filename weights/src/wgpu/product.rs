@@ -6,6 +6,7 @@ use kvpack_device::{ElementType, Error as DeviceError};
 
 use super::linear::{Linear, check};
 use super::sources::SHADERS;
+use super::splits::splits;
 use crate::error::{Result, check_rows};
 use crate::path::Path;
 use crate::shape::Bits;
@@ -41,7 +42,10 @@ const ENOUGH_WORKGROUPS: usize = 120;
 const TILE: usize = 64;
 
 /// Rows and outputs of a tile of matrices.
-const MATRIX_TILE: usize = 128;
+pub(super) const MATRIX_TILE: usize = 128;
+
+/// Invocations of a workgroup that adds the sums of shared tiles. Each has four outputs.
+const ADDERS: usize = 256;
 
 /// A product that is joined with its tensors.
 #[derive(Clone, Debug)]
@@ -86,13 +90,13 @@ impl Linear {
             Path::MatrixRows => self.prepare(kernels, x, [rows, MATRIX_ROWS], &mut launches)?,
             _ => Prepared { inputs: self.ordered(kernels, x, rows, &mut launches)?, parts: 1, units: None },
         };
-        launches.push(match path {
-            Path::MatrixTiles => self.matrix_tiles(kernels, &prepared, rows, &y)?,
-            Path::MatrixRows => self.matrix_rows(kernels, &prepared, &y)?,
-            Path::OneRow => self.one_row(kernels, &prepared.inputs, &y)?,
-            Path::Tiles => self.tiles(kernels, &prepared.inputs, rows, &y)?,
-            _ => self.few_rows(kernels, &prepared.inputs, rows, &y)?,
-        });
+        match path {
+            Path::MatrixTiles => self.matrix_tiles(kernels, &prepared, rows, &y, &mut launches)?,
+            Path::MatrixRows => launches.push(self.matrix_rows(kernels, &prepared, &y)?),
+            Path::OneRow => launches.push(self.one_row(kernels, &prepared.inputs, &y)?),
+            Path::Tiles => launches.push(self.tiles(kernels, &prepared.inputs, rows, &y)?),
+            _ => launches.push(self.few_rows(kernels, &prepared.inputs, rows, &y)?),
+        }
         Ok(BoundLinear { path, launches: launches.into_iter().collect() })
     }
 
@@ -178,13 +182,45 @@ impl Linear {
         self.launch(kernels, variant, (x, None, y), self.grid(kernels, TILE, rows.div_ceil(TILE)))
     }
 
-    fn matrix_tiles(&self, kernels: &Kernels, x: &Prepared, rows: usize, y: &Tensor) -> Result<Launch> {
-        let mut variant = self.variant("linear_matrix").with_f16().with_matrices().constant("PARTS", x.parts);
-        if x.units.is_some() {
-            variant = variant.import("unit", "linear/unit.wgsl#given");
+    fn matrix_tiles(
+        &self,
+        kernels: &Kernels,
+        x: &Prepared,
+        rows: usize,
+        y: &Tensor,
+        launches: &mut Vec<Launch>,
+    ) -> Result<()> {
+        let splits = splits(rows, self.shape.outputs(), x.parts * self.chunks);
+        let variant = self.variant("linear_matrix").with_f16().with_matrices();
+        let variant = variant.constant("PARTS", x.parts).constant("SPLITS", splits);
+        let grid = self.grid(kernels, MATRIX_TILE, rows.div_ceil(MATRIX_TILE) * splits);
+        if splits == 1 {
+            launches.push(self.launch(kernels, in_units(variant, x), (&x.inputs, x.units.as_ref(), y), grid)?);
+            return Ok(());
         }
-        let grid = self.grid(kernels, MATRIX_TILE, rows.div_ceil(MATRIX_TILE));
-        self.launch(kernels, variant, (&x.inputs, x.units.as_ref(), y), grid)
+        let sums = Tensor::zeroed(kernels.device(), splits * y.elements(), ElementType::F32)?;
+        launches.push(self.launch(kernels, variant, (&x.inputs, None, &sums), grid)?);
+        launches.push(self.add_splits(kernels, x, splits, (&sums, y))?);
+        Ok(())
+    }
+
+    fn add_splits(
+        &self,
+        kernels: &Kernels,
+        x: &Prepared,
+        splits: usize,
+        (sums, y): (&Tensor, &Tensor),
+    ) -> Result<Launch> {
+        let variant = Variant::new(&SHADERS, "add_splits")
+            .import("output", file(y.element_type(), OUTPUT_FILES))
+            .constant("OUTPUTS", self.shape.outputs())
+            .constant("SPLITS", splits);
+        let mut buffers = vec![("sums", sums.binding()), ("outputs_of_rows", y.binding())];
+        buffers.extend(x.units.as_ref().map(|units| ("units", units.binding())));
+        let most = u64::from(kernels.device().limits().max_compute_workgroups_per_dimension);
+        let grid = folded_grid(y.elements().div_ceil(4 * ADDERS) as u64, most);
+        // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
+        Ok(unsafe { Launch::trusted(kernels, &in_units(variant, x), &buffers, grid) }?)
     }
 
     fn matrix_rows(&self, kernels: &Kernels, x: &Prepared, y: &Tensor) -> Result<Launch> {
@@ -193,11 +229,9 @@ impl Linear {
             outputs if outputs >= 32 * ENOUGH_WORKGROUPS => 2,
             _ => 1,
         };
-        let mut variant = self.variant("linear_rows_matrix").with_f16().with_matrices().constant("SLICES", slices);
-        if x.units.is_some() {
-            variant = variant.import("unit", "linear/unit.wgsl#given");
-        }
-        self.launch(kernels, variant, (&x.inputs, x.units.as_ref(), y), self.grid(kernels, 16 * slices, 1))
+        let variant = self.variant("linear_rows_matrix").with_f16().with_matrices().constant("SLICES", slices);
+        let grid = self.grid(kernels, 16 * slices, 1);
+        self.launch(kernels, in_units(variant, x), (&x.inputs, x.units.as_ref(), y), grid)
     }
 
     /// Workgroups of `outputs` outputs each, `depth` times.
@@ -238,10 +272,16 @@ impl BoundLinear {
         self.path
     }
 
-    /// Number of dispatches: 1, or 2 where the activations are put in order or into f16 first.
+    /// Number of dispatches: 1, one more where the activations are put in order or into f16 first, and one more where
+    /// workgroups share tiles, whose sums are added at the end.
     pub fn dispatches(&self) -> usize {
         self.launches.len()
     }
+}
+
+/// A variant whose outputs are multiplied by the factors of rows, where they have any.
+fn in_units(variant: Variant, x: &Prepared) -> Variant {
+    if x.units.is_some() { variant.import("unit", "linear/unit.wgsl#given") } else { variant }
 }
 
 const INPUT_FILES: [&str; 3] = ["linear/input.wgsl#f32", "linear/input.wgsl#f16", "linear/input.wgsl#bf16"];

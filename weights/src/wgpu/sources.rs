@@ -14,6 +14,7 @@ macro_rules! files {
 }
 
 files![
+    "linear/add_splits.wgsl",
     "linear/codes.wgsl",
     "linear/dequantize_places.wgsl",
     "linear/dequantize_weights.wgsl",
@@ -57,6 +58,8 @@ mod tests {
 
     #[test]
     fn kernels_with_matrices_compile() {
+        compile(&Variant::new(&SHADERS, "linear_matrix").with_f16().with_matrices()).unwrap();
+        compile(&Variant::new(&SHADERS, "add_splits")).unwrap();
         for codes in
             ["linear/codes.wgsl#two", "linear/codes.wgsl#three", "linear/codes.wgsl#four", "linear/codes.wgsl#eight"]
         {
@@ -64,7 +67,7 @@ mod tests {
                 for (unit, parts) in [("linear/unit.wgsl#one", 1), ("linear/unit.wgsl#given", 2)] {
                     let variant = Variant::new(&SHADERS, "linear_matrix").with_f16().with_matrices();
                     let variant = variant.import("codes", codes).import("output", output).import("unit", unit);
-                    compile(&variant.constant("PARTS", parts)).unwrap();
+                    compile(&variant.constant("PARTS", parts).constant("SPLITS", 4 * parts)).unwrap();
                     let variant = Variant::new(&SHADERS, "linear_rows_matrix").with_f16().with_matrices();
                     let variant = variant.import("codes", codes).import("output", output).import("unit", unit);
                     compile(&variant.constant("SLICES", 2 * parts)).unwrap();

@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use kvpack_device::wgpu::{Checks, Kernels, Requirements, Tensor, choose_adapter, open_device};
 use kvpack_device::{ElementType, Elements};
 use kvpack_weights::wgpu::{BoundLinear, Linear};
-use kvpack_weights::{Bits, Error, MOST_ROWS, QuantizedLinear};
+use kvpack_weights::{Bits, Error, MOST_ROWS, Path, QuantizedLinear};
 use linear_cases::{
     Case, PLAIN, TIMED, cases, compare, copies, floats, large_layer, layer, many_row_cases, ordered_cases, weight_cases,
 };
@@ -121,6 +121,28 @@ fn one_row_of_any_size() {
             let (_, _, got) = product(&numbers);
             assert!(got.iter().all(|y| !y.is_finite()), "{of:?} with {wrong}: {got:?}");
         }
+    }
+}
+
+/// Other activations of a chunk lose bits to an activation far above them, less than by being f16: docs/weights.md.
+#[test]
+fn one_row_with_outliers() {
+    let on = device();
+    let case = Case { outputs: 152, inputs: 2048, ..PLAIN };
+    let quantized = layer(&case);
+    let linear = uploaded(&on, &quantized);
+    for factor in [1.0, 100.0, 1000.0, 10000.0] {
+        let mut numbers = floats(case.inputs, 4);
+        [5, 700, 1999].iter().for_each(|&outlier: &usize| numbers[outlier] *= factor);
+        let ((x, held), (y, _)) = (tensor(&on, &numbers, ElementType::F16), tensor(&on, &[1.0; 152], case.y));
+        let bound = linear.bind(&on.kernels, &x, 1, &y).unwrap();
+        assert_eq!(bound.path(), Path::OneRow);
+        let got = run(&on, &bound, &y);
+        let product = |row: &[f64]| row.iter().zip(&held).map(|(w, x)| w * x).sum::<f64>();
+        let want: Vec<f64> = quantized.dequantize().chunks(case.inputs).map(product).collect();
+        let error: f64 = want.iter().zip(&got).map(|(want, &got)| (want - f64::from(got)).powi(2)).sum();
+        let nmse = error / want.iter().map(|want| want * want).sum::<f64>();
+        assert!(nmse < 1e-8, "outliers of {factor}: NMSE {nmse:.1e}");
     }
 }
 

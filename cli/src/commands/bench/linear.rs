@@ -23,7 +23,7 @@ const LAYERS: [[usize; 2]; 5] = [[4096, 4096], [8192, 8192], [14336, 4096], [819
 const SMALL_LAYERS: [[usize; 2]; 1] = [[256, 512]];
 
 /// Rows of activations.
-const ROWS: [usize; 7] = [1, 4, 8, 16, 256, 512, 4096];
+const ROWS: [usize; 8] = [1, 4, 8, 16, 64, 256, 512, 4096];
 
 /// Rows on a software device.
 const SMALL_ROWS: [usize; 4] = [1, 4, 16, 33];

@@ -1,0 +1,66 @@
+//! How many workgroups share a tile of a product by matrices.
+
+use super::product::MATRIX_TILE;
+
+/// Multiprocessors of the card on which the costs below were measured, an H200. wgpu does not say how many another
+/// device has. There, too, more and shorter workgroups fill it more evenly.
+const MULTIPROCESSORS: usize = 132;
+
+/// The most workgroups that share a tile, and the fewest chunks of each.
+const MOST_SPLITS: usize = 8;
+const LEAST_CHUNKS: usize = 16;
+
+/// What the second launch costs, in chunks of a tile.
+const LAUNCH_CHUNKS: f64 = 5.0;
+
+/// What it costs to write the sums of a tile and to read them again, in chunks of a tile.
+const SUM_CHUNKS: f64 = 0.05;
+
+/// The gain from which sharing pays.
+const LEAST_GAIN: f64 = 1.05;
+
+/// The number of workgroups that share each tile of `rows` rows of `outputs` outputs, each for its own part of `chunks`
+/// chunks: 1, or a divisor of `chunks`.
+pub(super) fn splits(rows: usize, outputs: usize, chunks: usize) -> usize {
+    if !outputs.is_multiple_of(4) {
+        return 1;
+    }
+    let tiles = rows.div_ceil(MATRIX_TILE) * outputs.div_ceil(MATRIX_TILE);
+    let cost = |splits: usize| {
+        let turns = (tiles * splits).div_ceil(MULTIPROCESSORS) * (chunks / splits);
+        let sums = if splits == 1 { 0.0 } else { LAUNCH_CHUNKS + SUM_CHUNKS * (tiles * splits) as f64 };
+        turns as f64 + sums
+    };
+    let fits = |splits: &usize| chunks.is_multiple_of(*splits) && chunks / splits >= LEAST_CHUNKS;
+    let shared = (2..=MOST_SPLITS).filter(fits).min_by(|a, b| cost(*a).total_cmp(&cost(*b)));
+    shared.filter(|splits| cost(1) >= LEAST_GAIN * cost(*splits)).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_shared_where_they_leave_multiprocessors_idle() {
+        // 160 tiles, whose last 28 would take as long as the 132 before them.
+        assert!(splits(512, 5120, 432) > 1);
+        // 64 tiles.
+        assert!(splits(64, 8192, 256) > 1);
+        // 128 and 256 tiles.
+        assert_eq!(splits(512, 4096, 128), 1);
+        assert_eq!(splits(512, 8192, 256), 1);
+    }
+
+    #[test]
+    fn parts_are_whole_and_not_too_short() {
+        for rows in [17, 128, 129, 300, 2000] {
+            for outputs in [4, 64, 1000, 4096, 5120, 130, 131] {
+                for chunks in [1, 16, 31, 32, 97, 128, 432, 864] {
+                    let splits = splits(rows, outputs, chunks);
+                    assert!(chunks.is_multiple_of(splits));
+                    assert!(splits == 1 || (chunks / splits >= LEAST_CHUNKS && outputs.is_multiple_of(4)));
+                }
+            }
+        }
+    }
+}
