@@ -29,8 +29,8 @@ fn add_splits(
     }
     var sum = sums[at];
     // unroll
-    for (var split = 1u; split < SPLITS; split++) {
-        sum += sums[split * all + at];
+    for (var i = 0u; i < SPLITS - 1u; i++) {
+        sum += sums[(i + 1u) * all + at];
     }
     let row = at / FOURS;
     store(row, at % FOURS * 4u, unit(row) * sum);

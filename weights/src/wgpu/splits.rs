@@ -14,7 +14,7 @@ const LEAST_CHUNKS: usize = 16;
 const LAUNCH_CHUNKS: f64 = 5.0;
 
 /// What it costs to write the sums of a tile and to read them again, in chunks of a tile.
-const SUM_CHUNKS: f64 = 0.05;
+const SUM_CHUNKS: f64 = 0.12;
 
 /// The gain from which sharing pays.
 const LEAST_GAIN: f64 = 1.05;

@@ -142,7 +142,7 @@ fn one_row_with_outliers() {
         let want: Vec<f64> = quantized.dequantize().chunks(case.inputs).map(product).collect();
         let error: f64 = want.iter().zip(&got).map(|(want, &got)| (want - f64::from(got)).powi(2)).sum();
         let nmse = error / want.iter().map(|want| want * want).sum::<f64>();
-        assert!(nmse < 1e-8, "outliers of {factor}: NMSE {nmse:.1e}");
+        assert!(nmse < 3e-8, "outliers of {factor}: NMSE {nmse:.1e}");
     }
 }
 
