@@ -1,8 +1,6 @@
 //! What a format makes of rows, computed naively: groups are collected, and every element is encoded and
 //! decoded by itself.
 
-use std::collections::BTreeMap;
-
 use half::f16;
 use kvpack::AttentionShape;
 use kvpack::format::codebook::{renormalized, stored_norm};
@@ -23,26 +21,32 @@ pub fn decoded(format: &TensorFormat, rows: &[f32], shape: &AttentionShape) -> V
     };
     let mut rows = rows.to_vec();
     turn(Direction::Forward, &mut rows);
+    let kv_heads = shape.kv_heads();
+    // The number of an element's group, below the number of elements.
     let group_of = |i: usize| {
-        let (token, head, channel) = (i / (shape.kv_heads() * head_dim), i / head_dim % shape.kv_heads(), i % head_dim);
-        match affine.grouping {
-            Grouping::Channel => (head, 0, channel),
-            Grouping::ChannelTokens(n) => (head, token / n, channel),
-            Grouping::Token => (head, token, 0),
-            Grouping::TokenChannels(n) => (head, token, channel / n),
-        }
+        let (token, head, channel) = (i / (kv_heads * head_dim), i / head_dim % kv_heads, i % head_dim);
+        let (token, channel) = match affine.grouping {
+            Grouping::Channel => (0, channel),
+            Grouping::ChannelTokens(n) => (token / n, channel),
+            Grouping::Token => (token, 0),
+            Grouping::TokenChannels(n) => (token, channel / n),
+        };
+        (token * kv_heads + head) * head_dim + channel
     };
-    let mut extremes = BTreeMap::new();
+    let mut extremes = vec![None; rows.len()];
     for (i, &x) in rows.iter().enumerate() {
-        let (min, max) = extremes.entry(group_of(i)).or_insert((x, x));
+        let (min, max) = extremes[group_of(i)].get_or_insert((x, x));
         (*min, *max) = (x.min(*min), x.max(*max));
     }
-    let range = |i: usize| {
-        let (min, max) = extremes[&group_of(i)];
+    let range = |(min, max)| {
         if affine.grouping == Grouping::Channel { affine.span_range(min, max) } else { affine.tile_range(min, max) }
     };
-    let mut decoded: Vec<f32> =
-        rows.iter().enumerate().map(|(i, &x)| range(i).decode(range(i).encode(x, affine.bits))).collect();
+    let ranges: Vec<_> = extremes.into_iter().map(|extremes| extremes.map(range)).collect();
+    let decode = |(i, &x): (usize, &f32)| {
+        let range = ranges[group_of(i)].unwrap();
+        range.decode(range.encode(x, affine.bits))
+    };
+    let mut decoded: Vec<f32> = rows.iter().enumerate().map(decode).collect();
     turn(Direction::Inverse, &mut decoded);
     decoded
 }

@@ -165,12 +165,13 @@ pub fn many_row_cases() -> Vec<Case> {
     for (x, y) in ElementType::ALL.into_iter().zip([ElementType::F16, ElementType::Bf16, ElementType::F32]) {
         cases.push(Case { x, y, rows: 70, outputs: 264, inputs: 384, ..PLAIN });
     }
-    // Few tiles of many inputs, which workgroups share, 2 and 4 of them, and 8 with activations in f32.
+    // Few tiles of many inputs, which two to eight workgroups share.
     for (bits, inputs) in Bits::ALL.into_iter().zip([1024, 4096, 2048, 2048]) {
         for (x, y) in ElementType::ALL.into_iter().zip([ElementType::F16, ElementType::Bf16, ElementType::F32]) {
-            cases.push(Case { bits, x, y, rows: 140, outputs: 132, inputs, ..PLAIN });
+            cases.push(Case { bits, x, y, rows: 20, outputs: 132, inputs, ..PLAIN });
         }
     }
+    cases.push(Case { rows: 140, outputs: 36, inputs: 1024, ..PLAIN });
     cases.push(Case { order: Order::ByActivation, rows: 40, outputs: 20, inputs: 2048, ..PLAIN });
     cases.push(Case { scales: ScaleKind::Single, rows: 20, outputs: 18, ..PLAIN });
     cases.push(Case {
