@@ -60,6 +60,12 @@ mod tests {
     fn kernels_with_matrices_compile() {
         compile(&Variant::new(&SHADERS, "linear_matrix").with_f16().with_matrices()).unwrap();
         compile(&Variant::new(&SHADERS, "add_splits")).unwrap();
+        for output in ["linear/output.wgsl#f32", "linear/output.wgsl#f16", "linear/output.wgsl#bf16"] {
+            for (unit, splits) in [("linear/unit.wgsl#one", 3), ("linear/unit.wgsl#given", 8)] {
+                let variant = Variant::new(&SHADERS, "add_splits").import("output", output).import("unit", unit);
+                compile(&variant.constant("SPLITS", splits)).unwrap();
+            }
+        }
         for codes in
             ["linear/codes.wgsl#two", "linear/codes.wgsl#three", "linear/codes.wgsl#four", "linear/codes.wgsl#eight"]
         {

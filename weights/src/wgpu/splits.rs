@@ -49,6 +49,9 @@ mod tests {
         // 128 and 256 tiles.
         assert_eq!(splits(512, 4096, 128), 1);
         assert_eq!(splits(512, 8192, 256), 1);
+        // Layers of the tests of products.
+        assert_eq!([32, 64, 128, 256].map(|chunks| splits(20, 132, chunks)), [2, 4, 8, 8]);
+        assert_eq!((splits(140, 36, 32), splits(40, 20, 64)), (2, 4));
     }
 
     #[test]

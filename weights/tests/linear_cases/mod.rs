@@ -122,7 +122,7 @@ pub fn cases() -> Vec<Case> {
         cases.push(Case { x, y, rows: 3, outputs: 10, ..PLAIN });
         // One row: more chunks than invocations, outputs that fill no workgroup.
         cases.push(Case { x, y, outputs: 38, inputs: 4160, group: 64, ..PLAIN });
-        // So many inputs that workgroups have fewer invocations and more outputs.
+        // One row of at least 20480 inputs: wgpu takes workgroups of 64 invocations and 16 outputs.
         cases.push(Case { x, y, outputs: 38, inputs: 20608, ..PLAIN });
     }
     cases.push(Case { rows: FEW_ROWS, outputs: 7, ..PLAIN });

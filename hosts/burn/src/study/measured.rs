@@ -32,7 +32,7 @@ impl<'a> Measured<'a> {
         &mut self.host
     }
 
-    /// Limits the bytes of burn's own keys and values: steps that need more are not timed.
+    /// Sets the most bytes that burn's own keys and values may take. Larger steps are not timed.
     pub fn with_own_bytes(self, own_bytes: usize) -> Self {
         Self { own_bytes, ..self }
     }
