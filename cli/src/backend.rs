@@ -185,7 +185,8 @@ impl BackendArgs {
         let checks = self.checks.map_or(Checks::default(), Checks::from);
         // SAFETY: wgpu asks for no more than to know that its experimental features may have mistakes that safe calls
         // run into. Of these, kvpack uses cooperative matrices, in `attend_matrix`, `attend_run`, `attend_run_apart`
-        // and the kernels of statistics whose names end as that of the first, and `kvpack check` checks them.
+        // and the kernels of statistics whose names end as that of the first; kvpack-weights uses them in
+        // `linear_matrix` and `linear_rows_matrix`. `kvpack check` checks all of these.
         let experimental = unsafe { wgpu::ExperimentalFeatures::enabled() };
         let mut requirements = Requirements::of(&adapter, experimental).restricted_to(path);
         requirements.features |= compiled::wanted(&adapter);

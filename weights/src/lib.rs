@@ -14,7 +14,8 @@
 //! | [`QuantizedLinear::linear`], [`QuantizedLinear::dequantize`] | the CPU reference, in f32 and f64 |
 //!
 //! With the feature `wgpu` or `cuda`, a module of the same name multiplies rows of activations on a GPU, and
-//! dequantises weights there. The crate knows nothing of key-value caches, and kvpack knows nothing of it.
+//! dequantises weights there, and `conformance` holds the checks of it. The crate knows nothing of key-value caches, and
+//! kvpack knows nothing of it.
 //!
 //! # Quantise a layer and use it
 //!
@@ -51,8 +52,14 @@
 //! three times as many and 8·N·K. Threads are those of rayon's current pool. Results do not depend on their number.
 
 mod algebra;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod backend;
 pub mod checkpoint;
 mod codes;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub mod conformance;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
@@ -70,6 +77,8 @@ pub mod wgpu;
 
 pub use checkpoint::Checkpoint;
 pub use codes::PackedCodes;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub use cpu::Cpu;
 pub use error::{Error, Result};
 pub use linear::QuantizedLinear;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]

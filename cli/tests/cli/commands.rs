@@ -60,6 +60,19 @@ fn checks_of_one_kind_and_what_is_served() {
     assert_eq!(checked["kind"], "check");
     assert!(!rows.is_empty() && rows.iter().all(|row| row["outcome"] == "passed" && row["nmse"].is_f64()), "{checked}");
     assert!(rows[0]["formats"].as_array().is_some_and(|formats| !formats.is_empty()), "{checked}");
+    let linear = json(&["check", "--backend", "cpu", "--kind", "linear", "--filter", "4bit", "--json"]);
+    let rows = linear["rows"].as_array().expect("rows");
+    assert!(rows.len() > 10 && rows.iter().all(|row| row["outcome"] == "passed" && row["of"] == "linear"), "{linear}");
+    assert!(
+        rows.iter().filter(|row| row["nmse"].is_f64()).count() + 1 == rows.len(),
+        "all but that of infinity: {linear}"
+    );
+    let run = kvpack(&["check", "--backend", "cpu", "--kind", "dequantize", "--part", "2/2"]);
+    assert!(
+        run.code == 0 && run.out.contains("dequantize-8bit-6x4160-g64") && run.out.contains(" 0 failed"),
+        "{}",
+        run.out
+    );
     let run = kvpack(&["check", "--backend", "cpu", "--matrix"]);
     assert_eq!(run.code, 0, "{}{}", run.out, run.err);
     assert!(run.out.contains("4-bit per channel") && run.out.contains("floats"), "{}", run.out);

@@ -25,8 +25,9 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, ConformanceReport>]) {
     });
     html.table(&header, rows);
     html.paragraph(
-        "A check stores keys and values in a format. It compares the stored data with the CPU reference bit for bit, and \
-         attention with f64. In brackets: the largest normalised mean square error. –: not checked.",
+        "A check of a format stores keys and values. It compares the stored data with the CPU reference bit for bit, and \
+         attention with f64. linear and dequantize are products with packed weights, compared with f64, and the weights \
+         themselves. In brackets: the largest normalised mean square error. –: not checked.",
     );
     for Subject { name, report } in subjects {
         for row in report.rows.iter().filter(|row| row.outcome == CheckOutcome::Failed) {

@@ -4,6 +4,7 @@
 //! [`BoundLinear::launch`] only launches kernels, so that a CUDA graph can capture it. The same inputs give the same
 //! bits. [`Linear::dequantize_weights`] gives the weights in f16 to an engine's own product.
 
+mod backend;
 mod dequantize;
 mod linear;
 mod product;
@@ -11,6 +12,7 @@ mod sources;
 mod strips;
 mod tiles;
 
+pub use backend::Cuda;
 pub use dequantize::BoundWeights;
 pub use linear::Linear;
 pub use product::BoundLinear;

@@ -4,6 +4,7 @@
 //! [`BoundLinear::encode`] records the product into an open compute pass: it does not submit, wait or allocate. The
 //! same inputs give the same bits. [`Linear::dequantize_weights`] gives the weights in f16 to an engine's own product.
 
+mod backend;
 mod dequantize;
 mod linear;
 mod matrices;
@@ -11,6 +12,7 @@ mod product;
 mod sources;
 mod splits;
 
+pub use backend::Wgpu;
 pub use dequantize::BoundWeights;
 pub use linear::Linear;
 pub use product::BoundLinear;

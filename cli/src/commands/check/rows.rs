@@ -1,0 +1,159 @@
+//! The rows of a run: one for each check, in order.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+
+use anyhow::{Result, bail};
+use indicatif::ProgressBar;
+use kvpack::Backend;
+use kvpack_report::{CheckOutcome, CheckRow};
+use kvpack_weights::conformance as layers;
+
+use super::case::{Accuracy, Backends, Case, Found};
+use crate::print::{self, say};
+
+/// A check and what came of it.
+pub struct Row {
+    case: Case,
+    outcome: kvpack::Result<Found>,
+}
+
+/// Runs all checks, `jobs` at once, and hands their rows on in order, each as soon as those before it are there. An
+/// error of a check is its failure, but nothing more runs on a lost device.
+pub fn run_all<B: Backend + Sync, L: layers::Backend + Sync>(
+    on: &Backends<'_, B, L>,
+    cases: &[Case],
+    jobs: usize,
+    mut each: impl FnMut(Row) -> Result<()>,
+) -> Result<()> {
+    let progress = ProgressBar::new(cases.len() as u64).with_style(print::bar());
+    let next = AtomicUsize::new(0);
+    let (sender, ended) = mpsc::channel();
+    let done = std::thread::scope(|scope| {
+        for sender in vec![sender; jobs.clamp(1, cases.len().max(1))] {
+            let next = &next;
+            scope.spawn(move || {
+                while let Some((index, case)) = take(next, cases) {
+                    let row = Row { case: case.clone(), outcome: pollster::block_on(case.run(on)) };
+                    if sender.send((index, row)).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        let mut early = BTreeMap::new();
+        let mut handed_on = 0;
+        for (index, row) in ended {
+            if let Err(lost @ kvpack::Error::DeviceLost { .. }) = &row.outcome {
+                next.store(cases.len(), Ordering::Relaxed);
+                bail!("in check {}: {lost}", row.case.name());
+            }
+            progress.set_message(row.case.name().to_string());
+            progress.inc(1);
+            early.insert(index, row);
+            while let Some(row) = early.remove(&handed_on) {
+                handed_on += 1;
+                // No further check begins when nobody takes its row.
+                progress.suspend(|| each(row)).inspect_err(|_| next.store(cases.len(), Ordering::Relaxed))?;
+            }
+        }
+        Ok(())
+    });
+    progress.finish_and_clear();
+    done
+}
+
+/// The next check that nobody has taken yet.
+fn take<'a>(next: &AtomicUsize, cases: &'a [Case]) -> Option<(usize, &'a Case)> {
+    let index = next.fetch_add(1, Ordering::Relaxed);
+    cases.get(index).map(|case| (index, case))
+}
+
+impl Row {
+    pub fn outcome(&self) -> CheckOutcome {
+        match &self.outcome {
+            Ok(found) if found.reason.is_empty() => CheckOutcome::Passed,
+            // The backend says that it has no kernel for the check.
+            Err(kvpack::Error::Unsupported { .. }) => CheckOutcome::Unsupported,
+            _ => CheckOutcome::Failed,
+        }
+    }
+
+    /// What did not pass, in words.
+    fn reason(&self) -> String {
+        match &self.outcome {
+            Ok(found) => found.reason.clone(),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    fn accuracy(&self) -> Option<Accuracy> {
+        self.outcome.as_ref().ok().and_then(|found| found.accuracy)
+    }
+
+    /// What it is about, and the kernel that was taken.
+    fn subject(&self) -> String {
+        let kernel = self.outcome.as_ref().ok().and_then(|found| found.kernel.as_ref());
+        kernel.map_or_else(|| self.case.subject(), |kernel| format!("{}: {kernel}", self.case.subject()))
+    }
+
+    /// The row in JSON.
+    pub fn reported(&self) -> CheckRow {
+        let outcome = self.outcome();
+        CheckRow {
+            check: self.case.name().into(),
+            of: self.case.kind().name().into(),
+            formats: self.case.stored_formats(),
+            outcome,
+            nmse: self.accuracy().map(|accuracy| accuracy.nmse),
+            reason: (outcome != CheckOutcome::Passed).then(|| self.reason()),
+        }
+    }
+}
+
+/// A table whose rows are printed one by one: its widths are known before.
+pub struct RowTable {
+    name: usize,
+}
+
+impl RowTable {
+    pub fn new(cases: &[Case]) -> Self {
+        let longest = cases.iter().map(|case| case.name().chars().count()).max();
+        Self { name: longest.unwrap_or_default().max("check".len()) }
+    }
+
+    fn line(&self, [name, subject, nmse, worst, informative, limit, verdict]: [&str; 7]) -> Result<()> {
+        let width = self.name;
+        Ok(say!("{verdict:<11} {name:<width$} {nmse:>8} {worst:>10} {informative:>11} {limit:>6}  {subject}")?)
+    }
+
+    pub fn heading(&self) -> Result<()> {
+        self.line(["check", "of", "NMSE", "worst head", "informative", "limit", ""])
+    }
+
+    pub fn row(&self, row: &Row) -> Result<()> {
+        let accuracy = row.accuracy();
+        let number = |part: fn(&Accuracy) -> Option<f64>| {
+            accuracy.as_ref().and_then(part).map_or("-".into(), |value| format!("{value:.1e}"))
+        };
+        let verdict = match row.outcome() {
+            CheckOutcome::Passed => "ok",
+            CheckOutcome::Unsupported => "unsupported",
+            CheckOutcome::Failed => "FAILED",
+        };
+        self.line([
+            row.case.name(),
+            &row.subject(),
+            &number(|accuracy| Some(accuracy.nmse)),
+            &number(|accuracy| accuracy.worst_head),
+            &number(|accuracy| accuracy.informative),
+            &accuracy.map_or("-".into(), |accuracy| format!("{:.0e}", accuracy.limit)),
+            verdict,
+        ])?;
+        if row.outcome() != CheckOutcome::Passed {
+            say!("{verdict} {}: {}", row.case.name(), row.reason())?;
+        }
+        Ok(())
+    }
+}
