@@ -1,9 +1,9 @@
 // The product of many rows of f16 activations with packed weights, in tiles of 128 rows by 128 outputs, by cooperative
 // matrices of 16 × 16 × 16: y = x · Wᵀ.
 //
-// A workgroup dequantises a chunk of 32 inputs of its outputs into its memory, each weight rounded once to f16, with
-// the activations of its rows. Each of eight subgroups multiplies 64 rows by 32 outputs. What comes next is on its way
-// while a chunk is multiplied. Sums are f32 and run in a fixed order.
+// A workgroup dequantises a turn of one or two chunks of 32 inputs of its outputs into its memory, each weight rounded once
+// to f16, with the activations of its rows. Each of eight subgroups multiplies 64 rows by 32 outputs. What comes next is
+// on its way while a turn is multiplied. Sums are f32 and run in a fixed order.
 //
 // f32 activations come as PARTS = 2 numbers in f16, one part behind the other, and the sums of both are the product.
 //
@@ -21,19 +21,22 @@ const ALL_CHUNKS: u32 = CHUNKS * PARTS;
 // A multiple of SPLITS.
 const SPLIT_CHUNKS: u32 = ALL_CHUNKS / SPLITS;
 
+// Chunks of a turn, a divisor of SPLIT_CHUNKS.
+const TURN: u32 = 1u;
+
 const TILE: u32 = 128u;
 // Rows of both tiles lie this many vectors of four halves apart, so that matrices are read from different banks.
-const STRIDE: u32 = 10u;
+const STRIDE: u32 = 8u * TURN + 2u;
 
 // [part][row][4 inputs]
 @group(0) @binding(2) var<storage, read> inputs: array<Half4>;
 
-var<workgroup> x_tile: array<Half4, 1280>;
-var<workgroup> w_tile: array<Half4, 1280>;
+var<workgroup> x_tile: array<Half4, TILE * STRIDE>;
+var<workgroup> w_tile: array<Half4, TILE * STRIDE>;
 // Of each subgroup, a block of sums: [output][row].
 var<workgroup> staged: array<f32, 2560>;
 
-// What an invocation loads for a chunk: an octet of two rows and of two outputs.
+// What an invocation loads of a chunk: an octet of two rows and of two outputs.
 struct Loaded {
     x: array<Half4, 4>,
     c0: Codes,
@@ -55,18 +58,18 @@ fn load(rows: vec2<u32>, outputs: vec2<u32>, q: u32, at: u32) -> Loaded {
     );
 }
 
-fn put(line: u32, q: u32, loaded: Loaded) {
-    let at = line * STRIDE + 2u * q;
+fn put(line: u32, q: u32, of_turn: u32, loaded: Loaded) {
+    let at = line * STRIDE + 8u * of_turn + 2u * q;
     x_tile[at] = loaded.x[0];
     x_tile[at + 1u] = loaded.x[1];
     x_tile[at + 64u * STRIDE] = loaded.x[2];
     x_tile[at + 64u * STRIDE + 1u] = loaded.x[3];
-    let w0 = octet_weights(loaded.c0, q, loaded.s0);
-    w_tile[at] = Half4(w0.low);
-    w_tile[at + 1u] = Half4(w0.high);
-    let w1 = octet_weights(loaded.c1, q, loaded.s1);
-    w_tile[at + 64u * STRIDE] = Half4(w1.low);
-    w_tile[at + 64u * STRIDE + 1u] = Half4(w1.high);
+    let w0 = octet_halves(loaded.c0, q, loaded.s0);
+    w_tile[at] = w0.low;
+    w_tile[at + 1u] = w0.high;
+    let w1 = octet_halves(loaded.c1, q, loaded.s1);
+    w_tile[at + 64u * STRIDE] = w1.low;
+    w_tile[at + 64u * STRIDE + 1u] = w1.high;
 }
 
 @compute @workgroup_size(256)
@@ -95,13 +98,24 @@ fn linear_matrix(
     for (var i = 0u; i < 8u; i++) {
         sums[i] = Sums();
     }
-    var loaded = load(own_rows, own_outputs, q, first_chunk);
-    for (var i = 0u; i < SPLIT_CHUNKS; i++) {
-        put(line, q, loaded);
-        workgroupBarrier();
-        loaded = load(own_rows, own_outputs, q, first_chunk + min(i + 1u, SPLIT_CHUNKS - 1u));
+    var loaded: array<Loaded, TURN>;
+    // unroll
+    for (var c = 0u; c < TURN; c++) {
+        loaded[c] = load(own_rows, own_outputs, q, first_chunk + c);
+    }
+    for (var turn = 0u; turn < SPLIT_CHUNKS; turn += TURN) {
         // unroll
-        for (var k = 0u; k < 2u; k++) {
+        for (var c = 0u; c < TURN; c++) {
+            put(line, q, c, loaded[c]);
+        }
+        workgroupBarrier();
+        let next = min(turn + TURN, SPLIT_CHUNKS - TURN);
+        // unroll
+        for (var c = 0u; c < TURN; c++) {
+            loaded[c] = load(own_rows, own_outputs, q, first_chunk + next + c);
+        }
+        // unroll
+        for (var k = 0u; k < 2u * TURN; k++) {
             let w0 = coopLoad<Right>(&w_tile[team_output * STRIDE + 4u * k], STRIDE);
             let w1 = coopLoad<Right>(&w_tile[(team_output + 16u) * STRIDE + 4u * k], STRIDE);
             // unroll

@@ -1,20 +1,24 @@
 // The product of up to 16 rows of f16 activations with packed weights, by cooperative matrices of 16 × 16 × 16: y = x ·
 // Wᵀ.
 //
-// A workgroup has 16 · SLICES outputs and all inputs, of which each of its eight subgroups takes 64 of every 512. A
-// subgroup dequantises a slice of 16 outputs into its part of workgroup memory, each weight rounded once to f16, and
-// multiplies it with all rows. Weights are the left operand. The codes of the next turn are on their way meanwhile. At
-// the end the sums of the subgroups are added in a fixed order.
+// A workgroup has 16 · SLICES outputs and the inputs of its turns, of which each of its eight subgroups takes 64 of every
+// 512. A subgroup dequantises a slice of 16 outputs into its part of workgroup memory, each weight rounded once to f16,
+// and multiplies it with all rows. Weights are the left operand. The codes of the next turn are on their way meanwhile.
+// Subgroups wait for each other only at the end, when their sums are added in a fixed order.
+//
+// SPLITS workgroups may share the outputs, each with its own turns. Then the sums of each have rows of their own, and
+// `add_splits` adds them.
 //
 // Activations have 16 rows, of which those behind the last are 0 and are not written.
 //
-// In bounds: control flow around products depends on constants alone. CHUNKS is a multiple of 16. Outputs beyond the
-// last take the last again and are not written.
+// In bounds: control flow around products depends on constants alone. CHUNKS is a multiple of 16 · SPLITS. Outputs beyond
+// the last take the last again and are not written.
 
 // import linear/matrices.wgsl
 
 const SLICES: u32 = 4u;
-const TURNS: u32 = CHUNKS / 16u;
+const SPLITS: u32 = 1u;
+const TURNS: u32 = CHUNKS / 16u / SPLITS;
 
 // Rows of a slice lie this many vectors of four halves apart, so that matrices are read from different banks.
 const STRIDE: u32 = 18u;
@@ -55,7 +59,9 @@ fn linear_rows_matrix(
 ) {
     let invocation = (subgroup * 32u + lane) % 256u;
     let team = invocation / 32u;
-    let rows = bound_rows();
+    let rows = bound_rows() / SPLITS;
+    let split = workgroup.z;
+    let first_turn = split * TURNS;
     let first_output = (workgroup.y * workgroups.x + workgroup.x) * (16u * SLICES);
     // Neighbouring lanes have neighbouring chunks of an output.
     let own = first_output + lane / 2u % 16u;
@@ -66,26 +72,26 @@ fn linear_rows_matrix(
     for (var slice = 0u; slice < SLICES; slice++) {
         sums[slice] = Sums();
     }
-    var loaded = load(own, own_chunk);
+    var loaded = load(own, first_turn * 16u + own_chunk);
     for (var turn = 0u; turn < TURNS; turn++) {
         let now = loaded;
-        loaded = load(own, min(turn + 1u, TURNS - 1u) * 16u + own_chunk);
-        let x_at = turn * 128u + team * 16u;
+        loaded = load(own, (first_turn + min(turn + 1u, TURNS - 1u)) * 16u + own_chunk);
+        let x_at = (first_turn + turn) * 128u + team * 16u;
         let x0 = coopLoad<Right>(&inputs[x_at], 8u * CHUNKS);
         let x1 = coopLoad<Right>(&inputs[x_at + 4u], 8u * CHUNKS);
         let x2 = coopLoad<Right>(&inputs[x_at + 8u], 8u * CHUNKS);
         let x3 = coopLoad<Right>(&inputs[x_at + 12u], 8u * CHUNKS);
         // unroll
         for (var slice = 0u; slice < SLICES; slice++) {
-            // Two buffers, so that one barrier a slice is enough.
+            // Only this subgroup reads what it writes. Two buffers, so that one barrier a slice is enough.
             let buffer = (turn * SLICES + slice) % 2u * (8u * SLICE);
             // unroll
             for (var q = 0u; q < 4u; q++) {
-                let w = octet_weights(now.codes[slice], q, now.scales[slice]);
-                w_slices[buffer + put_at + 2u * q] = Half4(w.low);
-                w_slices[buffer + put_at + 2u * q + 1u] = Half4(w.high);
+                let w = octet_halves(now.codes[slice], q, now.scales[slice]);
+                w_slices[buffer + put_at + 2u * q] = w.low;
+                w_slices[buffer + put_at + 2u * q + 1u] = w.high;
             }
-            workgroupBarrier();
+            subgroupBarrier();
             let slice_at = buffer + team * SLICE;
             let w0 = coopLoadT<Left>(&w_slices[slice_at], STRIDE);
             let w1 = coopLoadT<Left>(&w_slices[slice_at + 4u], STRIDE);
@@ -112,7 +118,7 @@ fn linear_rows_matrix(
                 let at = of_team * BLOCK + row * COLUMN + four;
                 sum += vec4<f32>(staged[at], staged[at + 1u], staged[at + 2u], staged[at + 3u]);
             }
-            store(row, output, unit(row) * sum);
+            store(split * rows + row, output, unit(row) * sum);
         }
         workgroupBarrier();
     }

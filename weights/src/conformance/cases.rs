@@ -67,6 +67,8 @@ fn few_row_cases() -> Vec<LayerCase> {
         // By matrices, where the device has them: rows that do not fill a matrix, outputs that fill no workgroup.
         cases.push(LayerCase { bits, rows, outputs: 76, inputs: 1024, ..PLAIN }.quick());
         cases.push(LayerCase { bits, rows, outputs: 264, inputs: 512, x: ElementType::Bf16, ..PLAIN });
+        // Many inputs of few outputs, which several workgroups share.
+        cases.push(LayerCase { bits, rows: rows - rows / 4, outputs: 132, inputs: 4096, ..PLAIN });
         // In strips, which a block copies ahead on CUDA: steps that do not fill the warps, and clusters from 4096
         // inputs.
         cases.push(LayerCase { bits, rows, outputs: 48, inputs: 2176, ..PLAIN }.quick());
@@ -75,6 +77,9 @@ fn few_row_cases() -> Vec<LayerCase> {
     for (x, y) in types() {
         cases.push(LayerCase { x, y, rows: 3, outputs: 10, ..PLAIN }.quick());
     }
+    cases.push(LayerCase { rows: 5, outputs: 76, inputs: 4096, y: ElementType::F16, ..PLAIN }.quick());
+    let x = ElementType::Bf16;
+    cases.push(LayerCase { x, order: InputOrder::ByActivation, rows: 11, outputs: 36, inputs: 2048, ..PLAIN }.quick());
     cases.push(LayerCase { rows: FEW_ROWS, outputs: 7, ..PLAIN });
     cases
 }

@@ -10,6 +10,9 @@ use crate::linear::QuantizedLinear;
 use crate::shape::{Bits, LinearShape};
 use crate::stored::{CHUNK, Octets, Scales, Stored};
 
+/// Scales that f16 holds.
+const HALF_SCALES: &str = "linear/scales.wgsl#half";
+
 /// The weights of a layer on a device. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Linear {
@@ -46,7 +49,7 @@ impl Linear {
     pub fn upload(device: &wgpu::Device, linear: &QuantizedLinear) -> Result<Self> {
         let stored = Stored::new(linear, Octets::Neighbours)?;
         let (scales, scales_file): (&[u8], _) = match &stored.scales {
-            Scales::Half(words) => (bytemuck::cast_slice(words), "linear/scales.wgsl#half"),
+            Scales::Half(words) => (bytemuck::cast_slice(words), HALF_SCALES),
             Scales::Single(pairs) => (bytemuck::cast_slice(pairs), "linear/scales.wgsl#single"),
         };
         let of = |what, bytes: &[u8]| {
@@ -92,6 +95,16 @@ impl Linear {
     /// Inputs with the padding of groups.
     pub(super) fn places(&self) -> usize {
         self.chunks * CHUNK
+    }
+
+    /// A variant of a kernel that multiplies matrices.
+    pub(super) fn matrix_variant(&self, kernel: &'static str) -> Variant {
+        let halves = if self.scales_file == HALF_SCALES {
+            "linear/half_octet.wgsl#half"
+        } else {
+            "linear/half_octet.wgsl#single"
+        };
+        self.variant(kernel).import("half_octet", halves).with_f16().with_matrices()
     }
 
     /// A variant of a kernel that reads weights.

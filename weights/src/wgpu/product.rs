@@ -6,7 +6,7 @@ use kvpack_device::{ElementType, Error as DeviceError};
 
 use super::linear::{Linear, check};
 use super::sources::SHADERS;
-use super::splits::splits;
+use super::splits::{RowSplit, splits};
 use crate::error::{Result, check_rows};
 use crate::path::Path;
 use crate::shape::Bits;
@@ -36,16 +36,13 @@ impl RowWorkgroup {
 /// The most rows of such workgroups; with more, tiles are faster.
 const FEW_ROWS: usize = 16;
 
-/// Rows of a product by matrices of few rows, and the fewest that take them: it takes as long for one row as for all,
-/// on an H200 as long as for eight rows without matrices.
+/// Rows of a product by matrices of few rows, and the fewest that take them: it takes nearly as long for one row as for
+/// all. Without matrices, 5 to 8 rows read the weights twice and take up to 1.5 times as long on an H200.
 const MATRIX_ROWS: usize = 16;
-const LEAST_MATRIX_ROWS: usize = 9;
+const LEAST_MATRIX_ROWS: usize = 5;
 
 /// Chunks of a turn of such products: inputs are whole turns.
 const TURN_CHUNKS: usize = 16;
-
-/// Workgroups below which they have fewer outputs each, so that a large device is not half empty.
-const ENOUGH_WORKGROUPS: usize = 120;
 
 /// Rows and outputs of a tile.
 const TILE: usize = 64;
@@ -101,7 +98,7 @@ impl Linear {
         };
         match path {
             Path::MatrixTiles => self.matrix_tiles(kernels, &prepared, rows, &y, &mut launches)?,
-            Path::MatrixRows => launches.push(self.matrix_rows(kernels, &prepared, &y)?),
+            Path::MatrixRows => self.matrix_rows(kernels, &prepared, &y, &mut launches)?,
             Path::OneRow => launches.push(self.one_row(kernels, &prepared.inputs, &y)?),
             Path::Tiles => launches.push(self.tiles(kernels, &prepared.inputs, rows, &y)?),
             _ => launches.push(self.few_rows(kernels, &prepared.inputs, rows, &y)?),
@@ -202,9 +199,23 @@ impl Linear {
         launches: &mut Vec<Launch>,
     ) -> Result<()> {
         let splits = splits(rows, self.shape.outputs(), x.parts * self.chunks);
-        let variant = self.variant("linear_matrix").with_f16().with_matrices();
-        let variant = variant.constant("PARTS", x.parts).constant("SPLITS", splits);
+        // Two chunks between two barriers, where they fill all turns.
+        let turn = if (x.parts * self.chunks / splits).is_multiple_of(2) { 2 } else { 1 };
+        let variant = self.matrix_variant("linear_matrix");
+        let variant = variant.constant("PARTS", x.parts).constant("SPLITS", splits).constant("TURN", turn);
         let grid = self.grid(kernels, MATRIX_TILE, rows.div_ceil(MATRIX_TILE) * splits);
+        self.shared(kernels, (variant, grid), x, (splits, y), launches)
+    }
+
+    /// A kernel whose workgroups share outputs, and the one that adds their sums.
+    fn shared(
+        &self,
+        kernels: &Kernels,
+        (variant, grid): (Variant, [u32; 3]),
+        x: &Prepared,
+        (splits, y): (usize, &Tensor),
+        launches: &mut Vec<Launch>,
+    ) -> Result<()> {
         if splits == 1 {
             launches.push(self.launch(kernels, in_units(variant, x), (&x.inputs, x.units.as_ref(), y), grid)?);
             return Ok(());
@@ -234,15 +245,10 @@ impl Linear {
         Ok(unsafe { Launch::trusted(kernels, &in_units(variant, x), &buffers, grid) }?)
     }
 
-    fn matrix_rows(&self, kernels: &Kernels, x: &Prepared, y: &Tensor) -> Result<Launch> {
-        let slices = match self.shape.outputs() {
-            outputs if outputs >= 64 * ENOUGH_WORKGROUPS => 4,
-            outputs if outputs >= 32 * ENOUGH_WORKGROUPS => 2,
-            _ => 1,
-        };
-        let variant = self.variant("linear_rows_matrix").with_f16().with_matrices().constant("SLICES", slices);
-        let grid = self.grid(kernels, 16 * slices, 1);
-        self.launch(kernels, in_units(variant, x), (&x.inputs, x.units.as_ref(), y), grid)
+    fn matrix_rows(&self, kernels: &Kernels, x: &Prepared, y: &Tensor, launches: &mut Vec<Launch>) -> Result<()> {
+        let RowSplit { slices, splits } = RowSplit::of(self.shape.outputs(), self.chunks / TURN_CHUNKS);
+        let variant = self.matrix_variant("linear_rows_matrix").constant("SLICES", slices).constant("SPLITS", splits);
+        self.shared(kernels, (variant, self.grid(kernels, 16 * slices, splits)), x, (splits, y), launches)
     }
 
     /// Workgroups of `outputs` outputs each, `depth` times.

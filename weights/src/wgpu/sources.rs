@@ -22,6 +22,7 @@ files![
     "linear/input.wgsl",
     "linear/integers.wgsl",
     "linear/linear.wgsl",
+    "linear/half_octet.wgsl",
     "linear/linear_matrix.wgsl",
     "linear/linear_row.wgsl",
     "linear/linear_rows_matrix.wgsl",
@@ -71,12 +72,16 @@ mod tests {
         {
             for output in ["linear/output.wgsl#f32", "linear/output.wgsl#f16", "linear/output.wgsl#bf16"] {
                 for (unit, parts) in [("linear/unit.wgsl#one", 1), ("linear/unit.wgsl#given", 2)] {
+                    let halves = ["linear/half_octet.wgsl#half", "linear/half_octet.wgsl#single"][parts - 1];
                     let variant = Variant::new(&SHADERS, "linear_matrix").with_f16().with_matrices();
                     let variant = variant.import("codes", codes).import("output", output).import("unit", unit);
-                    compile(&variant.constant("PARTS", parts).constant("SPLITS", 4 * parts)).unwrap();
+                    let variant = variant.import("half_octet", halves);
+                    let variant = variant.constant("PARTS", parts).constant("SPLITS", 4 * parts);
+                    compile(&variant.constant("TURN", parts)).unwrap();
                     let variant = Variant::new(&SHADERS, "linear_rows_matrix").with_f16().with_matrices();
                     let variant = variant.import("codes", codes).import("output", output).import("unit", unit);
-                    compile(&variant.constant("SLICES", 2 * parts)).unwrap();
+                    let variant = variant.import("half_octet", halves).constant("SPLITS", parts);
+                    compile(&variant.constant("SLICES", 4 * parts)).unwrap();
                 }
             }
         }
