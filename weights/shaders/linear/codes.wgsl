@@ -122,6 +122,42 @@ fn divisors(q: u32) -> Octet {
     }
 }
 
+// -------- three_by_lane --------
+
+// The same chunks of 3-bit codes for kernels in which lanes take different octets: an octet is put together without a
+// branch, from the end of one word and the beginning of the next.
+
+// import linear/octet.wgsl
+
+@group(0) @binding(0) var<storage, read> codes: array<u32>;
+
+alias Codes = vec3<u32>;
+
+fn load_codes(chunk: u32) -> Codes {
+    return vec3<u32>(codes[3u * chunk], codes[3u * chunk + 1u], codes[3u * chunk + 2u]);
+}
+
+// Each half of `octet` has the codes of four pairs in a row.
+fn fields(chunk: Codes, q: u32) -> Octet {
+    let last = ((chunk.x >> 15u) & 0x00010001u) | ((chunk.y >> 14u) & 0x00020002u) | ((chunk.z >> 13u) & 0x00040004u);
+    // Octet 0 lies in the first word. Of the others, 3 · q bits of each half lie at the end of a word.
+    let first = select(select(chunk.z, chunk.y, q == 2u), chunk.x, q < 2u);
+    let second = select(select(last, chunk.z, q == 2u), chunk.y, q < 2u);
+    let bits = select(3u * q, 12u, q == 0u);
+    let ended = ((1u << bits) - 1u) * 0x00010001u;
+    let low = (first >> select(15u - 3u * q, 0u, q == 0u)) & ended;
+    let high = (second << bits) & (0x0FFF0FFFu - ended);
+    let octet = low | high;
+    return Octet(
+        halves(octet & 0x00070007u, octet & 0x00380038u),
+        halves(octet & 0x01C001C0u, (octet >> 9u) & 0x00070007u),
+    );
+}
+
+fn divisors(q: u32) -> Octet {
+    return Octet(vec4<f32>(1.0, 1.0, 0.125, 0.125), vec4<f32>(0.015625, 0.015625, 1.0, 1.0));
+}
+
 // -------- two --------
 
 // Chunks of 2-bit codes: pair j at the bits 2 · (j mod 8) of both halves of word j / 8.

@@ -16,6 +16,8 @@ const ALL_ROWS: u32 = 1u;
 const WRITTEN_ROWS: u32 = 1u;
 
 const INVOCATIONS: u32 = 256u;
+// Numbers, or words, that an invocation loads before it waits for one.
+const TOGETHER: u32 = 8u;
 
 @group(0) @binding(3) var<storage, read_write> prepared: array<u32>;
 @group(0) @binding(4) var<storage, read_write> units: array<f32>;
@@ -30,13 +32,28 @@ fn scaled(row: u32, place: u32, factor: f32) -> f32 {
     return factor * element(row * INPUTS + input);
 }
 
+fn put(row: u32, word: u32, numbers: vec2<f32>) {
+    var rest = numbers;
+    // unroll
+    for (var part = 0u; part < PARTS; part++) {
+        prepared[(row * PARTS + part) * (PLACES / 2u) + word] = pack2x16float(rest);
+        // A driver may treat a conversion and its inverse as nothing, and the rest as zero.
+        rest -= quantizeToF16(rest);
+    }
+}
+
 @compute @workgroup_size(256)
 fn prepare_rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
     let row = min(workgroup.x, WRITTEN_ROWS - 1u);
     let read_row = min(row, ALL_ROWS - 1u);
     var largest = 0u;
-    for (var input = invocation; input < INPUTS; input += INVOCATIONS) {
-        largest = max(largest, bitcast<u32>(element(read_row * INPUTS + input)) & 0x7F800000u);
+    for (var first = invocation; first < INPUTS; first += TOGETHER * INVOCATIONS) {
+        // unroll
+        for (var i = 0u; i < TOGETHER; i++) {
+            // The last number again changes no maximum.
+            let input = min(first + i * INVOCATIONS, INPUTS - 1u);
+            largest = max(largest, bitcast<u32>(element(read_row * INPUTS + input)) & 0x7F800000u);
+        }
     }
     exponents[invocation] = largest;
     workgroupBarrier();
@@ -52,13 +69,19 @@ fn prepare_rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     if (invocation == 0u) {
         units[row] = bitcast<f32>((exponent - 14u) << 23u);
     }
-    for (var word = invocation; word < PLACES / 2u; word += INVOCATIONS) {
-        var pair = vec2<f32>(scaled(row, 2u * word, factor), scaled(row, 2u * word + 1u, factor));
+    for (var first = invocation; first < PLACES / 2u; first += TOGETHER * INVOCATIONS) {
+        var pairs: array<vec2<f32>, TOGETHER>;
         // unroll
-        for (var part = 0u; part < PARTS; part++) {
-            prepared[(row * PARTS + part) * (PLACES / 2u) + word] = pack2x16float(pair);
-            // A driver may treat a conversion and its inverse as nothing, and the rest as zero.
-            pair -= quantizeToF16(pair);
+        for (var i = 0u; i < TOGETHER; i++) {
+            let word = min(first + i * INVOCATIONS, PLACES / 2u - 1u);
+            pairs[i] = vec2<f32>(scaled(row, 2u * word, factor), scaled(row, 2u * word + 1u, factor));
+        }
+        // unroll
+        for (var i = 0u; i < TOGETHER; i++) {
+            let word = first + i * INVOCATIONS;
+            if (word < PLACES / 2u) {
+                put(row, word, pairs[i]);
+            }
         }
     }
 }

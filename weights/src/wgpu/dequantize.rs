@@ -37,13 +37,13 @@ impl Linear {
         let launch = match &self.order {
             None => {
                 let grid = flat_grid((outputs * inputs / 8) as u64, &limits)?;
-                let variant = self.variant("dequantize_weights");
+                let variant = self.by_lane(self.variant("dequantize_weights"));
                 // SAFETY: docs/weights.md, "Why the kernels stay in bounds".
                 unsafe { Launch::trusted(kernels, &variant, &[codes, scales, taken], grid) }?
             }
             Some(order) => {
                 let grid = flat_grid((outputs * inputs / 2) as u64, &limits)?;
-                let variant = self.variant("dequantize_places").constant("INPUTS", inputs);
+                let variant = self.by_lane(self.variant("dequantize_places")).constant("INPUTS", inputs);
                 let homes = ("homes", order.homes.as_entire_buffer_binding());
                 // SAFETY: As above.
                 unsafe { Launch::trusted(kernels, &variant, &[codes, scales, homes, taken], grid) }?

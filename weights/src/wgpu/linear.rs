@@ -107,6 +107,14 @@ impl Linear {
         self.variant(kernel).import("half_octet", halves).with_f16().with_matrices()
     }
 
+    /// A variant of a kernel whose lanes take different octets of chunks.
+    pub(super) fn by_lane(&self, variant: Variant) -> Variant {
+        match self.bits {
+            Bits::Three => variant.import("codes", "linear/codes.wgsl#three_by_lane"),
+            Bits::Two | Bits::Four | Bits::Eight => variant,
+        }
+    }
+
     /// A variant of a kernel that reads weights.
     pub(super) fn variant(&self, kernel: &'static str) -> Variant {
         Variant::new(&SHADERS, kernel)

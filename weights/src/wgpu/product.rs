@@ -186,7 +186,7 @@ impl Linear {
     }
 
     fn tiles(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<Launch> {
-        let variant = self.variant("linear_tiles").import("input", file(x.element_type(), INPUT_FILES));
+        let variant = self.by_lane(self.variant("linear_tiles")).import("input", file(x.element_type(), INPUT_FILES));
         self.launch(kernels, variant, (x, None, y), self.grid(kernels, TILE, rows.div_ceil(TILE)))
     }
 
@@ -201,7 +201,7 @@ impl Linear {
         let splits = splits(rows, self.shape.outputs(), x.parts * self.chunks);
         // Two chunks between two barriers, where they fill all turns.
         let turn = if (x.parts * self.chunks / splits).is_multiple_of(2) { 2 } else { 1 };
-        let variant = self.matrix_variant("linear_matrix");
+        let variant = self.by_lane(self.matrix_variant("linear_matrix"));
         let variant = variant.constant("PARTS", x.parts).constant("SPLITS", splits).constant("TURN", turn);
         let grid = self.grid(kernels, MATRIX_TILE, rows.div_ceil(MATRIX_TILE) * splits);
         self.shared(kernels, (variant, grid), x, (splits, y), launches)

@@ -61,15 +61,25 @@ mod tests {
     fn kernels_with_matrices_compile() {
         compile(&Variant::new(&SHADERS, "linear_matrix").with_f16().with_matrices()).unwrap();
         compile(&Variant::new(&SHADERS, "add_splits")).unwrap();
+        for element in ["linear/element.wgsl#f32", "linear/element.wgsl#f16", "linear/element.wgsl#bf16"] {
+            for (place, parts) in [("linear/place.wgsl#in_order", 2), ("linear/place.wgsl#ordered", 1)] {
+                let variant = Variant::new(&SHADERS, "prepare_rows").import("element", element).import("place", place);
+                compile(&variant.constant("PARTS", parts)).unwrap();
+            }
+        }
         for output in ["linear/output.wgsl#f32", "linear/output.wgsl#f16", "linear/output.wgsl#bf16"] {
             for (unit, splits) in [("linear/unit.wgsl#one", 3), ("linear/unit.wgsl#given", 8)] {
                 let variant = Variant::new(&SHADERS, "add_splits").import("output", output).import("unit", unit);
                 compile(&variant.constant("SPLITS", splits)).unwrap();
             }
         }
-        for codes in
-            ["linear/codes.wgsl#two", "linear/codes.wgsl#three", "linear/codes.wgsl#four", "linear/codes.wgsl#eight"]
-        {
+        for codes in [
+            "linear/codes.wgsl#two",
+            "linear/codes.wgsl#three",
+            "linear/codes.wgsl#three_by_lane",
+            "linear/codes.wgsl#four",
+            "linear/codes.wgsl#eight",
+        ] {
             for output in ["linear/output.wgsl#f32", "linear/output.wgsl#f16", "linear/output.wgsl#bf16"] {
                 for (unit, parts) in [("linear/unit.wgsl#one", 1), ("linear/unit.wgsl#given", 2)] {
                     let halves = ["linear/half_octet.wgsl#half", "linear/half_octet.wgsl#single"][parts - 1];
