@@ -123,6 +123,9 @@ fn many_row_cases() -> Vec<LayerCase> {
     cases.push(LayerCase { rows: 140, outputs: 36, inputs: 1024, ..PLAIN });
     cases.push(LayerCase { order, rows: 40, outputs: 20, inputs: 2048, ..PLAIN }.quick());
     cases.push(LayerCase { scales: ScaleKind::Single, rows: 20, outputs: 18, ..PLAIN }.quick());
+    // A device may take subnormal numbers of f16 for 0.
+    let scales = ScaleKind::Subnormal;
+    cases.extend([1, 4, 16, 20].map(|rows| LayerCase { scales, rows, outputs: 76, inputs: 512, ..PLAIN }.quick()));
     cases.push(LayerCase { bits: Bits::Three, outputs: 7, inputs: 65, group: 16, order, rows: 18, ..PLAIN });
     cases
 }
@@ -139,6 +142,7 @@ pub fn dequantize_cases() -> Vec<LayerCase> {
     }
     cases.push(LayerCase { scales: ScaleKind::Single, ..PLAIN }.quick());
     cases.push(LayerCase { scales: ScaleKind::Single, inputs: 200, group: 40, ..PLAIN });
+    cases.push(LayerCase { scales: ScaleKind::Subnormal, ..PLAIN }.quick());
     cases
 }
 

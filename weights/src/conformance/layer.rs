@@ -23,6 +23,8 @@ pub enum InputOrder {
 pub enum ScaleKind {
     /// All of them are f16.
     Half,
+    /// f16 holds them, below its smallest normal number, 2^-14.
+    Subnormal,
     /// f16 does not hold them.
     Single,
 }
@@ -106,7 +108,8 @@ impl LayerCase {
             InputOrder::Natural => Groups::in_order(shape, size),
             InputOrder::ByActivation => {
                 // Input k is the (7 · k)-th by its activations; the sizes are no multiples of 7.
-                let group = |input: usize| (7 * input % self.inputs / self.group) as u32;
+                let of_group = size.inputs(self.inputs);
+                let group = |input: usize| (7 * input % self.inputs / of_group) as u32;
                 Groups::indexed(shape, size, (0..self.inputs).map(group).collect())?
             }
         };
@@ -115,6 +118,8 @@ impl LayerCase {
         let count = self.outputs * groups.count();
         let scale = |x: f32| match self.scales {
             ScaleKind::Half => f16::from_f32(0.01 * (x + 1.5)).to_f32(),
+            // 64 to 320 times 2^-24.
+            ScaleKind::Subnormal => (128.0 * (x + 1.5)).round() / (1 << 24) as f32,
             ScaleKind::Single => 0.01 * (x + 1.5),
         };
         let zeros = random(count, self.bits.largest() + 2, 3).into_iter().map(|zero| zero as u16).collect();
@@ -132,9 +137,9 @@ impl LayerCase {
                     *number *= if input / 32 % 3 == 1 { 0.0 } else { factor };
                 }),
                 Activations::Outliers { factor } => {
-                    [5, 700 % self.inputs, self.inputs - 49].iter().for_each(|&input: &usize| row[input] *= factor);
+                    [5, 700, 1999].iter().for_each(|input| row[input % self.inputs] *= factor);
                 }
-                Activations::NotFinite(number) => row[77] = number,
+                Activations::NotFinite(number) => row[77 % self.inputs] = number,
             }
         }
         HostTensor::new(self.x, &numbers)
@@ -160,8 +165,10 @@ impl LayerCase {
         if self.order == InputOrder::ByActivation {
             name += "-act-order";
         }
-        if self.scales == ScaleKind::Single {
-            name += "-f32-scales";
+        match self.scales {
+            ScaleKind::Half => {}
+            ScaleKind::Subnormal => name += "-subnormal-scales",
+            ScaleKind::Single => name += "-f32-scales",
         }
         match self.activations {
             Activations::Even => {}
