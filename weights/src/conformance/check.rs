@@ -1,4 +1,4 @@
-//! A check: a layer, and what is asked of it.
+//! A check: a layer, and the kind of its kernels.
 
 use std::fmt;
 

@@ -4,8 +4,8 @@ use std::sync::{Mutex, PoisonError};
 
 use kvpack_device::wgpu::Capabilities;
 
-/// Workgroup memory of the largest kernel with matrices: two buffers of eight slices of 16 × 72 halves, and eight
-/// blocks of 16 × 20 sums.
+/// Workgroup memory of the largest kernels with matrices. `linear_rows_matrix` has two buffers of eight slices of 16 ×
+/// 72 halves, and eight blocks of 16 × 20 sums. `linear_matrix` has two tiles of 128 × 72 halves, and the same sums.
 const WORKGROUP_MEMORY: u32 = 2 * 8 * 16 * 72 * 2 + 8 * 16 * 20 * 4;
 
 /// Whether kernels may multiply cooperative matrices on a device.
