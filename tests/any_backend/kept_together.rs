@@ -6,9 +6,9 @@ use kvpack::cache::{Budget, DenseLayer, Growth, ModelCache, SpanPositions, Store
 use kvpack::policy::{LayerSelection, Selection};
 use pollster::block_on;
 
-use crate::any_backend::compressed::growing::{append, compress_again};
-use crate::any_backend::compressed::{Held, Prompt, held, policies};
-use crate::any_backend::model_steps::{LAYERS, recipe, shape};
+use crate::compressed::growing::{append, compress_again};
+use crate::compressed::{Held, Prompt, held, policies};
+use crate::model_steps::{LAYERS, recipe, shape};
 
 pub const TOKENS: usize = 300;
 

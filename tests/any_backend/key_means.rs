@@ -6,7 +6,7 @@ use kvpack::backend::{NewCentre, SpanBytes, SpanPlace};
 use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, SegmentFormat};
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Means of the first keys, of some in the middle and of the last, in both layouts, of f32 and of f16.
 pub fn means<B: Backend>(backend: &B) -> Vec<SpanBytes> {

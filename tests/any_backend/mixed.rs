@@ -8,7 +8,7 @@ use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Precisions of the chunks of a context, and what is around it.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use kvpack::cpu::{Cpu, CpuTensor, nmse};
 use kvpack::plan::{ElementType, Page, RowLayout};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 pub const LAYERS: usize = 3;
 pub const SEQUENCES: usize = 3;

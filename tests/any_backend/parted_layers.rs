@@ -5,9 +5,9 @@ use kvpack::backend::Backend;
 use kvpack::cache::{ModelCache, StoreRoom, TokenRun};
 use pollster::block_on;
 
-use crate::any_backend::compressed::Prompt;
-use crate::any_backend::kept_together::{TOKENS, dense, selection};
-use crate::any_backend::model_steps::{LAYERS, recipe, shape};
+use crate::compressed::Prompt;
+use crate::kept_together::{TOKENS, dense, selection};
+use crate::model_steps::{LAYERS, recipe, shape};
 
 /// Steps of the test.
 pub const STEPS: usize = 3;

@@ -7,8 +7,8 @@ use kvpack::cpu::{DenseSegment, exact_attention, nmse};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use pollster::block_on;
 
-use crate::any_backend::model_steps;
-use crate::any_backend::random_rows::Random;
+use crate::model_steps;
+use crate::random_rows::Random;
 
 /// Rules for appended tokens, with sinks and centres.
 pub const RECIPES: [&str; 8] = [

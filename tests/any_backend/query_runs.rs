@@ -7,7 +7,7 @@ use kvpack::plan::{AttendPlan, Page, QueryRun, RowLayout, SpanView, StoreView, T
 use kvpack::{AttentionShape, Calibration, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::{Random, Rows};
+use crate::random_rows::{Random, Rows};
 
 /// A span of a sequence: the store, and its tokens.
 pub type Span = (usize, usize);

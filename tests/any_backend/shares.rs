@@ -6,8 +6,8 @@ use kvpack::cpu::nmse;
 use kvpack::plan::{ElementType, LayerAttention, Placement, QueryRun, RowLayout, Visible};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{recipe, shape};
-use crate::any_backend::random_rows::Random;
+use crate::model_steps::{recipe, shape};
+use crate::random_rows::Random;
 
 /// A step: what is appended, or what queries see of what is there.
 enum Step {

@@ -13,7 +13,7 @@ use kvpack::plan::{
 };
 use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Pages of the shards of both stores.
 pub const SHARDS: [u32; 3] = [4, 5, 2];

@@ -6,11 +6,11 @@ use kvpack::cache::{ModelCache, SwapOut, TokenRun};
 use kvpack::plan::TokenRange;
 use pollster::block_on;
 
-use crate::any_backend::compressed::Prompt;
-use crate::any_backend::compressed::growing::append;
-use crate::any_backend::kept_together::{TOKENS, dense, selection};
-use crate::any_backend::model_steps::{LAYERS, shape};
-use crate::any_backend::swapped_bytes::{RECIPES, all_held, filled};
+use crate::compressed::Prompt;
+use crate::compressed::growing::append;
+use crate::kept_together::{TOKENS, dense, selection};
+use crate::model_steps::{LAYERS, shape};
+use crate::swapped_bytes::{RECIPES, all_held, filled};
 
 /// What the blocking call takes out, the call in two halves does, too, though another sequence grows and others part
 /// and join in between; the pages are free afterwards.

@@ -4,10 +4,10 @@ use kvpack::backend::Backend;
 use kvpack::cache::{ModelCache, SwappedSequence};
 use pollster::block_on;
 
-use crate::any_backend::compressed::growing::append;
-use crate::any_backend::compressed::{Held, Prompt, held};
-use crate::any_backend::kept_together::{TOKENS, dense, selection};
-use crate::any_backend::model_steps::{LAYERS, shape};
+use crate::compressed::growing::append;
+use crate::compressed::{Held, Prompt, held};
+use crate::kept_together::{TOKENS, dense, selection};
+use crate::model_steps::{LAYERS, shape};
 
 /// Spans with ranges of their own, tiles packed by windows behind a sink, single tokens, centres, and groups.
 pub const RECIPES: [&str; 7] = [

@@ -6,10 +6,10 @@ use kvpack::format::KeyOrValue;
 use kvpack::{AttentionShape, Error, KvCache, Recipe, SegmentFormat};
 use proptest::prelude::*;
 
-use crate::any_backend::cache_model::decode_loop::{Filled, formats, reuse_pages};
-use crate::any_backend::cache_model::recipes::recipes;
-use crate::any_backend::cache_model::{Operation, cases, check, operations};
-use crate::any_backend::rounding;
+use any_backend::cache_model::decode_loop::{Filled, formats, reuse_pages};
+use any_backend::cache_model::recipes::recipes;
+use any_backend::cache_model::{Operation, cases, check, operations};
+use any_backend::rounding;
 
 proptest! {
     #![proptest_config(cases(24))]

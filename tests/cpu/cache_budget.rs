@@ -15,7 +15,7 @@ use kvpack::policy::Policy;
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::compressed;
+use any_backend::compressed;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()

@@ -7,8 +7,8 @@ use kvpack::plan::TokenRange;
 use kvpack::{SegmentFormat, TILE_TOKENS};
 use pollster::block_on;
 
-use crate::any_backend::cache_edges;
-use crate::any_backend::cache_edges::{Edge, recipe, shape};
+use any_backend::cache_edges;
+use any_backend::cache_edges::{Edge, recipe, shape};
 
 #[test]
 fn truncation_leaves_nothing() {

@@ -7,7 +7,7 @@ use kvpack::plan::{ElementType, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()

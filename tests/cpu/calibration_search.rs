@@ -4,7 +4,7 @@ use kvpack::cpu::CalibrationSample;
 use kvpack::plan::{Elements, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, Calibration, Error, SegmentFormat};
 
-use crate::any_backend::random_rows::{Random, Rows};
+use any_backend::random_rows::{Random, Rows};
 
 fn sample<'a>(rows: &'a Rows, queries: &'a [f32], packed: (usize, usize)) -> CalibrationSample<'a> {
     CalibrationSample {

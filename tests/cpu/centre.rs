@@ -8,7 +8,7 @@ use kvpack::format::{AffineFormat, Grouping, TensorFormat};
 use kvpack::plan::{ElementType, QueryRun, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 
-use crate::any_backend::random_rows::Rows;
+use any_backend::random_rows::Rows;
 
 /// Random rows with a bias of 300 in three channels of every key, as projections with biases make them.
 fn biased(shape: AttentionShape, tokens: usize, seed: u64) -> Rows {

@@ -13,8 +13,8 @@ use kvpack::policy::{BudgetRule, LayerStatistics, Merging, Nearest, Policy, Span
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::compressed::{Prompt, held, kept, policies, state};
-use crate::any_backend::exact;
+use any_backend::compressed::{Prompt, held, kept, policies, state};
+use any_backend::exact;
 
 const LAYERS: usize = 4;
 

@@ -15,7 +15,7 @@ use kvpack::plan::{
 };
 use kvpack::policy::{ColumnRequest, ScoreRequest, StatsRequest};
 
-use crate::any_backend::exact::dot;
+use any_backend::exact::dot;
 
 /// A mistake that kernels make.
 #[derive(Clone, Copy, PartialEq)]

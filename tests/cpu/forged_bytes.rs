@@ -7,10 +7,10 @@ use kvpack::plan::{LayerAttention, TokenRange};
 use kvpack::{Error, Result};
 use pollster::block_on;
 
-use crate::any_backend::compressed::Prompt;
-use crate::any_backend::compressed::growing::append;
-use crate::any_backend::model_steps::{LAYERS, shape};
-use crate::any_backend::swapped_bytes::{self, all_held, cache, filled};
+use any_backend::compressed::Prompt;
+use any_backend::compressed::growing::append;
+use any_backend::model_steps::{LAYERS, shape};
+use any_backend::swapped_bytes::{self, all_held, cache, filled};
 
 /// Bytes of a sequence, and where its numbers lie.
 struct Bytes {

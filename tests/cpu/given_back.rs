@@ -11,8 +11,8 @@ use kvpack::plan::{Page, RowLayout, StoreCapacity, TokenRange, WriteLayout};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::cache_model::dropped::{Waiting, polled};
-use crate::any_backend::random_rows::Random;
+use any_backend::cache_model::dropped::{Waiting, polled};
+use any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()

@@ -5,8 +5,8 @@ use kvpack::cpu::Cpu;
 use kvpack::policy::{LayerSelection, Merge, Selection};
 use pollster::block_on;
 
-use crate::any_backend::compressed::{Prompt, state};
-use crate::any_backend::{kept_together, model_steps};
+use any_backend::compressed::{Prompt, state};
+use any_backend::{kept_together, model_steps};
 
 #[test]
 fn layers_that_keep_as_many_tokens_stay_together() {

@@ -8,7 +8,7 @@ use kvpack::format::{AffineFormat, CodebookFormat, Grouping, HEAD_DIMS, KeyOrVal
 use kvpack::plan::{self, AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange};
 use kvpack::{AttentionShape, Bits, Calibration, Error, SegmentFormat};
 
-use crate::any_backend::random_rows::Rows;
+use any_backend::random_rows::Rows;
 
 fn groupings(head_dim: usize) -> Vec<Grouping> {
     let tokens = [32, 64, 128].map(Grouping::ChannelTokens);

@@ -9,11 +9,11 @@ use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::{Error, Result, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::compressed::growing::append;
-use crate::any_backend::compressed::{Prompt, state};
-use crate::any_backend::kept_together::{TOKENS, dense, parts, selection};
-use crate::any_backend::model_steps::{LAYERS, recipe, shape};
-use crate::any_backend::swapped_bytes::all_held;
+use any_backend::compressed::growing::append;
+use any_backend::compressed::{Prompt, state};
+use any_backend::kept_together::{TOKENS, dense, parts, selection};
+use any_backend::model_steps::{LAYERS, recipe, shape};
+use any_backend::swapped_bytes::all_held;
 
 fn prompt(seed: u64) -> Prompt {
     Prompt::new(shape(), LAYERS, TOKENS, seed)

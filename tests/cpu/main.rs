@@ -1,8 +1,6 @@
 //! What needs no device: the CPU backend, caches over it, policies, and what wrong arguments are refused with.
 
 mod adding;
-#[path = "../any_backend/mod.rs"]
-mod any_backend;
 mod cache;
 mod cache_budget;
 mod cache_edges;

@@ -8,7 +8,7 @@ use kvpack::{AttentionShape, Error};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::mixed::mixed;
+use any_backend::mixed::mixed;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]

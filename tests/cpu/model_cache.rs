@@ -12,7 +12,7 @@ use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 const SEQUENCES: usize = 3;
 

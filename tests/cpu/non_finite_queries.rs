@@ -3,7 +3,7 @@
 use kvpack::AttentionShape;
 use kvpack::cpu::{Cpu, DenseSegment, exact_attention, plain_attention};
 
-use crate::any_backend::non_finite_queries;
+use any_backend::non_finite_queries;
 
 #[test]
 fn nan_propagates_through_every_recipe() {

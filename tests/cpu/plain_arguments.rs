@@ -12,7 +12,7 @@ use kvpack::plan::{ElementType, Elements, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()

@@ -5,10 +5,10 @@ use kvpack::cpu::Cpu;
 use kvpack::{Error, Result};
 use pollster::block_on;
 
-use crate::any_backend::compressed::growing::append;
-use crate::any_backend::compressed::{Prompt, held};
-use crate::any_backend::kept_together::{TOKENS, dense, selection};
-use crate::any_backend::model_steps::{LAYERS, shape};
+use any_backend::compressed::growing::append;
+use any_backend::compressed::{Prompt, held};
+use any_backend::kept_together::{TOKENS, dense, selection};
+use any_backend::model_steps::{LAYERS, shape};
 
 /// Two requests, and three prefixes.
 const SEQUENCES: usize = 5;

@@ -4,7 +4,7 @@ use kvpack::cache::{Appended, ModelCache, Recipe, TokenRun};
 use kvpack::cpu::Cpu;
 use kvpack::{Bits, SegmentFormat};
 
-use crate::any_backend::{model_steps, prompt_parts};
+use any_backend::{model_steps, prompt_parts};
 
 /// Queries see their part in f16, the step packs it, and an abandoned step leaves nothing.
 #[test]

@@ -3,7 +3,7 @@
 use kvpack::backend::AttendOptions;
 use kvpack::cpu::Cpu;
 
-use crate::any_backend::query_runs;
+use any_backend::query_runs;
 
 #[test]
 fn every_query_sees_what_it_should() {

@@ -11,7 +11,7 @@ use kvpack::plan::{
 };
 use kvpack::{AttentionShape, Error, SegmentFormat};
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()

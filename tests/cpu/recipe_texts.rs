@@ -9,7 +9,7 @@ use kvpack::policy::{KeepRule, Merging, Spans, TextRule};
 use kvpack::{AttentionShape, Error, Result};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 const LAYERS: usize = 3;
 /// Tokens of the prompt, the last 20 of which are text.

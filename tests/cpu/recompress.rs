@@ -12,11 +12,11 @@ use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::compressed::growing::{
+use any_backend::compressed::growing::{
     append, check_growing_with_every_recipe, compress_again, joined, kept_by_head, spans, statistics,
 };
-use crate::any_backend::compressed::{Prompt, held, state};
-use crate::any_backend::exact::dot;
+use any_backend::compressed::{Prompt, held, state};
+use any_backend::exact::dot;
 
 const LAYERS: usize = 2;
 

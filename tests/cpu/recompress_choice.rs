@@ -12,8 +12,8 @@ use kvpack::{AttentionShape, Result, SegmentFormat};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::compressed::growing::{append, as_selection, compress_again, joined, spans};
-use crate::any_backend::compressed::{Prompt, policies};
+use any_backend::compressed::growing::{append, as_selection, compress_again, joined, spans};
+use any_backend::compressed::{Prompt, policies};
 
 const LAYERS: usize = 3;
 

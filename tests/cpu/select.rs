@@ -8,8 +8,8 @@ use kvpack::plan::{Elements, RowLayout, TokenRange};
 use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, evicted};
 use kvpack::{AttentionShape, Error};
 
-use crate::any_backend::exact::dot;
-use crate::any_backend::select_cases::{Case, cases, every_third};
+use any_backend::exact::dot;
+use any_backend::select_cases::{Case, cases, every_third};
 
 fn close(got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len());

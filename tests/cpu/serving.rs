@@ -6,7 +6,7 @@ use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, RowLayout};
 use pollster::block_on;
 
-use crate::any_backend::serving::{Runner, Server, shape};
+use any_backend::serving::{Runner, Server, shape};
 
 /// The calls of the cache.
 struct Calls;

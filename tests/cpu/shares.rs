@@ -2,7 +2,7 @@
 
 use kvpack::cpu::Cpu;
 
-use crate::any_backend::shares;
+use any_backend::shares;
 
 #[test]
 fn shares_merge_to_the_whole() {

@@ -7,8 +7,8 @@ use kvpack::cpu::{Cpu, nmse};
 use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Visible};
 use pollster::block_on;
 
-use crate::any_backend::model_steps;
-use crate::any_backend::random_rows::Random;
+use any_backend::model_steps;
+use any_backend::random_rows::Random;
 
 const LEFT: usize = 200;
 

@@ -6,7 +6,7 @@ use kvpack::format::KeyOrValue;
 use kvpack::plan::{ElementType, LayerWrites, RowLayout, WriteTable};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 
-use crate::any_backend::step_writes::{Case, formats, pages};
+use any_backend::step_writes::{Case, formats, pages};
 
 /// The same, call by call, from rows in which zeros stand for what cannot be stored.
 fn call_by_call(case: &Case) -> ([CpuStore; 2], Vec<FlaggedToken>) {

@@ -6,7 +6,7 @@ use kvpack::plan::{ElementType, QueryRun, RowLayout, Visible};
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 fn shape() -> AttentionShape {
     AttentionShape::new(4, 2, 64).unwrap()

@@ -14,9 +14,9 @@ use kvpack::{AttentionShape, Result};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::compressed::Prompt;
-use crate::any_backend::kept_together::{TOKENS, dense, selection};
-use crate::any_backend::model_steps::{LAYERS, recipe, shape};
+use any_backend::compressed::Prompt;
+use any_backend::kept_together::{TOKENS, dense, selection};
+use any_backend::model_steps::{LAYERS, recipe, shape};
 
 /// The system's allocator, which counts what every thread asks for.
 struct Counting;

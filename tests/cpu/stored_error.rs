@@ -8,7 +8,7 @@ use kvpack::format::{
 use kvpack::plan::{Elements, Page, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 const HEAD_DIM: usize = 64;
 const TOKENS: usize = 70;

@@ -2,7 +2,7 @@
 
 use kvpack::cpu::Cpu;
 
-use crate::any_backend::swap_out;
+use any_backend::swap_out;
 
 #[test]
 fn a_sequence_leaves_while_others_go_on() {

@@ -7,9 +7,9 @@ use kvpack::plan::{ElementType, QueryRun, RowLayout};
 use kvpack::{Error, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{LAYERS, shape};
-use crate::any_backend::random_rows::Random;
-use crate::any_backend::swapped_bytes::{self, cache, filled};
+use any_backend::model_steps::{LAYERS, shape};
+use any_backend::random_rows::Random;
+use any_backend::swapped_bytes::{self, cache, filled};
 
 #[test]
 fn sequences_come_back_from_bytes() {

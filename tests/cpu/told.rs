@@ -7,7 +7,7 @@ use kvpack::plan::{Placement, RowLayout, Scoring, TokenRange, TreeMask};
 use kvpack::policy::{Policy, Pool, Pooling};
 use pollster::block_on;
 
-use crate::any_backend::compressed::Prompt;
+use any_backend::compressed::Prompt;
 
 fn shape(kv_heads: usize) -> AttentionShape {
     AttentionShape::new(4, kv_heads, 64).unwrap()

@@ -8,7 +8,7 @@ use kvpack::format::{Calibration, KeyOrValue};
 use kvpack::plan::{AttendPlan, Elements, Page, QueryRun, RowLayout, SpanView, Split, StoreView, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, SegmentFormat, TILE_TOKENS};
 
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 /// Tokens of one format, in two spans.
 struct Block {

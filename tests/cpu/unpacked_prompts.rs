@@ -9,7 +9,7 @@ use kvpack::plan::{ElementType, LayerAttention, RowLayout, TokenRange};
 use kvpack::policy::{Policy, Spans};
 use pollster::block_on;
 
-use crate::any_backend::unpacked_prompts::{Calls, check_mixture, check_policy, of_queries, pairs, shape};
+use any_backend::unpacked_prompts::{Calls, check_mixture, check_policy, of_queries, pairs, shape};
 
 #[test]
 fn policies_keep_of_parts_what_they_keep_of_the_whole() {

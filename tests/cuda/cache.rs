@@ -5,10 +5,10 @@ use kvpack::cpu::Cpu;
 use kvpack::cuda::{Cuda, KernelCache};
 use proptest::prelude::*;
 
-use crate::any_backend::cache_model::recipes::recipes;
-use crate::any_backend::cache_model::{Operation, cases, check, operations};
-use crate::any_backend::key_means::means;
-use crate::any_backend::swap_out;
+use any_backend::cache_model::recipes::recipes;
+use any_backend::cache_model::{Operation, cases, check, operations};
+use any_backend::key_means::means;
+use any_backend::swap_out;
 
 fn device() -> Cuda {
     Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")

@@ -7,7 +7,7 @@ use kvpack::cuda::{Cuda, KernelCache};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::{compressed, mixed};
+use any_backend::{compressed, mixed};
 
 fn device() -> Cuda {
     Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")

@@ -24,8 +24,8 @@ use kvpack::plan::{
 use kvpack::policy::{self, HeadAggregation, ScoreRequest, ScoreRule, Spans, TextRule, Weighing};
 use kvpack::{AttentionShape, Bits, Calibration, Error, KvCache, Recipe, SegmentFormat};
 
-use crate::any_backend::step_writes::{Case, formats, pages};
-use crate::any_backend::{cache_edges, non_finite_queries, rounding};
+use any_backend::step_writes::{Case, formats, pages};
+use any_backend::{cache_edges, non_finite_queries, rounding};
 
 fn rows(elements: usize, factor: f32) -> Vec<f32> {
     (0..elements).map(|i| (i as f32 * factor).sin() * 3.0 + (i % 7) as f32).collect()

@@ -4,8 +4,6 @@
 //! `steps_store_what_the_twin_stores` compiles the kernels of every format and head dimension, and had not ended by
 //! then.
 
-#[path = "../any_backend/mod.rs"]
-mod any_backend;
 mod cache;
 mod compress;
 mod device;

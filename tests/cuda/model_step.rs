@@ -13,9 +13,9 @@ use kvpack::cuda::{Cuda, KernelCache, LaunchMemory, LayerTensors, ModelStep, Ten
 use kvpack::plan::{ElementType, RowLayout};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEADY, STEPS};
-use crate::any_backend::random_rows::Random;
-use crate::any_backend::{model_steps, parted_layers};
+use any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEADY, STEPS};
+use any_backend::random_rows::Random;
+use any_backend::{model_steps, parted_layers};
 
 /// Tensors of a layer.
 fn tensors(backend: &Cuda) -> LayerTensors {

@@ -2,7 +2,7 @@
 
 use kvpack::cuda::{Cuda, KernelCache};
 
-use crate::any_backend::prompt_parts;
+use any_backend::prompt_parts;
 
 /// Queries see their part in f16, the step packs it, and an abandoned step leaves nothing.
 #[test]

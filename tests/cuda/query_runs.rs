@@ -3,7 +3,7 @@
 use kvpack::backend::AttendOptions;
 use kvpack::cuda::{Cuda, KernelCache};
 
-use crate::any_backend::query_runs;
+use any_backend::query_runs;
 
 /// Long runs take tiles of queries, short ones single queries; both see what they should.
 #[test]

@@ -2,7 +2,7 @@
 
 use kvpack::cuda::{Cuda, KernelCache};
 
-use crate::any_backend::shares;
+use any_backend::shares;
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]

@@ -13,8 +13,8 @@ use kvpack::cuda::{Cuda, KernelCache, LayerTensors, ModelStep, StepLaunches, Ten
 use kvpack::plan::{ElementType, RowLayout};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{self, LAYERS, RECIPES};
-use crate::any_backend::random_rows::Random;
+use any_backend::model_steps::{self, LAYERS, RECIPES};
+use any_backend::random_rows::Random;
 
 /// Sequences that decode.
 const BATCH: usize = 2;

@@ -10,8 +10,8 @@ use kvpack::cuda::{Cuda, KernelCache, LayerTensors, ModelStep, Tensor};
 use kvpack::plan::{ElementType, QueryRun, RowLayout, Visible};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{self, LAYERS, ROWS, SEQUENCES, shape};
-use crate::any_backend::random_rows::Random;
+use any_backend::model_steps::{self, LAYERS, ROWS, SEQUENCES, shape};
+use any_backend::random_rows::Random;
 
 /// What a step does.
 enum Asked {

@@ -7,7 +7,7 @@ use kvpack::cuda::{Cuda, KernelCache, LayerTensors, ModelStep, Tensor};
 use kvpack::plan::{ElementType, RowLayout};
 use pollster::block_on;
 
-use crate::any_backend::unpacked_prompts::{
+use any_backend::unpacked_prompts::{
     Calls, Engine, LAYERS, ROWS, Then, Work, check_mixture, check_policy, of_queries, pairs, shape,
 };
 

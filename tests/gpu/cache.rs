@@ -9,11 +9,11 @@ use kvpack::{AttentionShape, TILE_TOKENS};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::any_backend::cache_model::decode_loop::{Filled, formats, reuse_pages};
-use crate::any_backend::cache_model::recipes::recipes;
-use crate::any_backend::cache_model::{Operation, Subject, cases, check, check_losing, short_operations};
-use crate::any_backend::rounding;
 use crate::gpu_device;
+use any_backend::cache_model::decode_loop::{Filled, formats, reuse_pages};
+use any_backend::cache_model::recipes::recipes;
+use any_backend::cache_model::{Operation, Subject, cases, check, check_losing, short_operations};
+use any_backend::rounding;
 
 /// Three pages of the f16 store to a shard, so that decode steps meet several bindings.
 fn shard_bytes(shape: &AttentionShape) -> u64 {

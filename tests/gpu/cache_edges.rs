@@ -1,7 +1,7 @@
 //! Edges of a cache on a GPU.
 
-use crate::any_backend::cache_edges;
 use crate::gpu_device;
+use any_backend::cache_edges;
 
 #[test]
 fn truncation_leaves_nothing() {

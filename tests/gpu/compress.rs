@@ -1,8 +1,8 @@
 //! Prompts that are measured, evicted, merged and packed through wgpu, against the CPU. `gpu_device` says
 //! on which adapter.
 
-use crate::any_backend::compressed;
 use crate::gpu_device;
+use any_backend::compressed;
 
 #[test]
 fn the_device_keeps_what_the_cpu_keeps() {

@@ -19,8 +19,8 @@ use kvpack::wgpu::{
 use kvpack::{AttentionShape, Bits, Calibration, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
 use crate::gpu_device;
+use any_backend::random_rows::Random;
 
 fn values(count: usize, seed: u64) -> Vec<f32> {
     let mut random = Random::new(seed);

@@ -5,12 +5,12 @@ use kvpack::plan::{ElementType, RowLayout};
 use kvpack::wgpu::{LayerTensors, ModelStep};
 use pollster::block_on;
 
-use crate::any_backend::compressed::Prompt;
-use crate::any_backend::kept_together::{self, TOKENS, dense, selection};
-use crate::any_backend::model_steps::{LAYERS, ROWS, SEQUENCES, recipe, shape};
-use crate::any_backend::swapped_bytes;
 use crate::gpu_device;
 use crate::model_step::{Engine, made};
+use any_backend::compressed::Prompt;
+use any_backend::kept_together::{self, TOKENS, dense, selection};
+use any_backend::model_steps::{LAYERS, ROWS, SEQUENCES, recipe, shape};
+use any_backend::swapped_bytes;
 
 #[test]
 fn layers_that_keep_as_many_tokens_stay_together() {

@@ -2,8 +2,6 @@
 //! `cargo test --test gpu -- kernels::`.
 
 mod adapter;
-#[path = "../any_backend/mod.rs"]
-mod any_backend;
 mod cache;
 mod cache_edges;
 mod compress;

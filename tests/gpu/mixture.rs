@@ -6,8 +6,8 @@ use kvpack::cache::ModelRecipe;
 use pollster::block_on;
 use proptest::prelude::*;
 
-use crate::any_backend::mixed::mixed;
 use crate::gpu_device;
+use any_backend::mixed::mixed;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]

@@ -12,11 +12,11 @@ use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
-use crate::any_backend::random_rows::Random;
-use crate::any_backend::{compressed, model_steps, parted_layers};
 use crate::round_trips::newest_submission;
 use crate::{gpu_device, steps_ahead};
+use any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEPS};
+use any_backend::random_rows::Random;
+use any_backend::{compressed, model_steps, parted_layers};
 
 /// An engine with tensors of its own for every layer, and the same cache on the CPU.
 pub struct Engine {

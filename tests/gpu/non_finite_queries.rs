@@ -1,7 +1,7 @@
 //! NaN in queries propagates on a GPU.
 
-use crate::any_backend::non_finite_queries;
 use crate::gpu_device;
+use any_backend::non_finite_queries;
 
 /// Floats, integers with ranges per token, channel and group, a query of 8 bits, calibrated scores,
 /// levels and sketches.

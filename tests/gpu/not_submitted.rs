@@ -12,11 +12,11 @@ use kvpack::wgpu::{LayerTensors, ModelStep, NonFiniteFlags, StoreStep, Wgpu, Wri
 use kvpack::{Error, Result, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::compressed::Prompt;
-use crate::any_backend::kept_together::{TOKENS, dense, selection};
-use crate::any_backend::model_steps::{self, LAYERS, ROWS, shape};
-use crate::any_backend::random_rows::Random;
 use crate::gpu_device;
+use any_backend::compressed::Prompt;
+use any_backend::kept_together::{TOKENS, dense, selection};
+use any_backend::model_steps::{self, LAYERS, ROWS, shape};
+use any_backend::random_rows::Random;
 
 /// An engine whose layers share their tensors' contents, and the same cache on the CPU.
 struct Engine {
@@ -114,8 +114,7 @@ fn calls_that_submit_are_refused_until_steps_are_submitted() {
         refusal(block_on(cache.keep(2, dense(&prompt, &backend), &selection(|_| 64))), 1, "keep");
         let observed = prompt.observe(cache, Policy::random(0.3, 5).unwrap());
         refusal(block_on(cache.compress(2, &observed)), 1, "compress");
-        let (policy, spans) =
-            (Policy::random(0.5, 5).unwrap(), crate::any_backend::compressed::growing::spans(held[0]));
+        let (policy, spans) = (Policy::random(0.5, 5).unwrap(), any_backend::compressed::growing::spans(held[0]));
         refusal(block_on(cache.compress_again(0, &policy, &spans, &[])), 1, "compress_again");
         refusal(block_on(cache.non_finite()), 1, "non_finite");
         refusal(cache.clear_non_finite(), 1, "clear_non_finite");

@@ -14,12 +14,12 @@ use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
 use kvpack::{AttentionShape, Error};
 use pollster::block_on;
 
-use crate::any_backend::compressed::Prompt;
-use crate::any_backend::model_steps::{self, LAYERS, ROWS, recipe, shape};
-use crate::any_backend::random_rows::Random;
 use crate::gpu_device;
 use crate::model_step::made;
 use crate::round_trips::newest_submission;
+use any_backend::compressed::Prompt;
+use any_backend::model_steps::{self, LAYERS, ROWS, recipe, shape};
+use any_backend::random_rows::Random;
 
 /// A step of all layers on the device, in one pass and one submission, against the same on the CPU. Returns its parts,
 /// and whether something was bound for it.

@@ -1,7 +1,7 @@
 //! Parts of prompts through wgpu.
 
-use crate::any_backend::prompt_parts;
 use crate::gpu_device;
+use any_backend::prompt_parts;
 
 /// Queries see their part in f16, the step packs it, and an abandoned step leaves nothing.
 #[test]

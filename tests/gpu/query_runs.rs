@@ -2,8 +2,8 @@
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
 
-use crate::any_backend::query_runs;
 use crate::gpu_device;
+use any_backend::query_runs;
 
 #[test]
 fn every_query_sees_what_it_should() {

@@ -5,9 +5,9 @@ use kvpack::cache::{ModelCache, TokenRun};
 use kvpack::wgpu::Wgpu;
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{self, LAYERS};
-use crate::any_backend::random_rows::Random;
 use crate::gpu_device;
+use any_backend::model_steps::{self, LAYERS};
+use any_backend::random_rows::Random;
 
 /// Number of the newest submission, which is one of nothing.
 pub fn newest_submission(backend: &Wgpu) -> u64 {

@@ -18,7 +18,7 @@ use pollster::block_on;
 
 use crate::gpu_device::shared;
 
-use crate::any_backend::select_cases::{Case, cases, every_third};
+use any_backend::select_cases::{Case, cases, every_third};
 
 fn kernels(backend: &Wgpu) -> &Kernels {
     backend.kernels()

@@ -7,8 +7,8 @@ use kvpack::plan::{ElementType, RowLayout};
 use kvpack::wgpu::{LayerTensors, ModelStep, Wgpu};
 use pollster::block_on;
 
-use crate::any_backend::serving::{LAYERS, ROWS, Runner, Server, shape};
 use crate::gpu_device;
+use any_backend::serving::{LAYERS, ROWS, Runner, Server, shape};
 
 /// An engine with tensors of its own.
 struct Passes {

@@ -1,7 +1,7 @@
 //! Shares of sequences through wgpu.
 
-use crate::any_backend::shares;
 use crate::gpu_device;
+use any_backend::shares;
 
 #[test]
 fn shares_merge_to_the_whole() {

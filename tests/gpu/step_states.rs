@@ -9,9 +9,9 @@ use kvpack::plan::{ElementType, QueryRun, RowLayout, Visible};
 use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{self, Inputs, LAYERS, ROWS, shape};
-use crate::any_backend::random_rows::Random;
 use crate::gpu_device;
+use any_backend::model_steps::{self, Inputs, LAYERS, ROWS, shape};
+use any_backend::random_rows::Random;
 
 /// An engine whose steps return log-sum-exps, and the same cache on the CPU.
 struct Engine {

@@ -5,9 +5,9 @@ use kvpack::cache::TokenRun;
 use kvpack::plan::ElementType;
 use kvpack::wgpu::LayerTensors;
 
-use crate::any_backend::exact::dot;
-use crate::any_backend::model_steps::{self, Inputs};
-use crate::any_backend::random_rows::Random;
+use any_backend::exact::dot;
+use any_backend::model_steps::{self, Inputs};
+use any_backend::random_rows::Random;
 
 /// Inputs that f16 holds exactly.
 pub fn exact_inputs(random: &mut Random) -> Inputs {

@@ -6,11 +6,11 @@ use kvpack::plan::{ElementType, RowLayout};
 use kvpack::wgpu::{LayerTensors, ModelStep};
 use pollster::block_on;
 
-use crate::any_backend::model_steps::{LAYERS, ROWS, shape};
-use crate::any_backend::swap_out;
-use crate::any_backend::swapped_bytes::{all_held, filled};
 use crate::gpu_device;
 use crate::round_trips::newest_submission;
+use any_backend::model_steps::{LAYERS, ROWS, shape};
+use any_backend::swap_out;
+use any_backend::swapped_bytes::{all_held, filled};
 
 #[test]
 fn a_sequence_leaves_while_others_go_on() {

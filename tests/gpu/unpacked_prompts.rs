@@ -9,12 +9,12 @@ use kvpack::wgpu::{LayerTensors, ModelStep, Tensor, Wgpu};
 use kvpack::{Error, Result, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::unpacked_prompts::{
+use crate::gpu_device;
+use crate::round_trips::newest_submission;
+use any_backend::unpacked_prompts::{
     Calls, Engine, LAYERS, PARTS, ROWS, TOKENS, Then, Work, check_mixture, check_policy, of_queries, pairs, prompt,
     shape,
 };
-use crate::gpu_device;
-use crate::round_trips::newest_submission;
 
 /// An engine with tensors of its own, which encodes all into one pass for every step.
 struct Passes {

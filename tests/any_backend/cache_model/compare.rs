@@ -10,7 +10,7 @@ use pollster::block_on;
 
 use super::model::{Model, ModelSpan};
 use super::{SEQUENCES, rows};
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Compares lengths and bytes with the model's, and of some sequences stored rows, positions and, with f64 over the stored
 /// rows, attention.

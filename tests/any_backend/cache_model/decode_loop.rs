@@ -8,7 +8,7 @@ use kvpack::plan::{ElementType, Page, QueryRun, RowLayout, TokenRange};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Formats that take single tokens: SAW-INT4, and other widths, groups and rotations.
 pub fn formats() -> Vec<SegmentFormat> {

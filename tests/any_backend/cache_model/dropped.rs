@@ -11,7 +11,7 @@ use kvpack::format::{AttentionShape, KeyOrValue};
 use kvpack::plan::RowLayout;
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Polls a future as often as it is told, and drops it if it has not ended by then.
 pub fn polled<T>(future: impl Future<Output = T>, polls: usize) -> Option<T> {

@@ -7,7 +7,7 @@ use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use pollster::block_on;
 
 use super::{SEQUENCES, rows};
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Loses the device of a cache. Every call that needs it says so, and the tables stay as they were.
 pub fn lose<B: Backend>(cache: &mut KvCache<B>, random: &mut Random, lose: impl FnOnce(&B)) {

@@ -22,7 +22,7 @@ use dropped::{Waiting, insist};
 use model::{Model, ModelSequence, ModelSpan};
 use refused::{Refused, refused};
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// Sequences of the caches under test.
 pub const SEQUENCES: usize = 3;

@@ -9,7 +9,7 @@ use pollster::block_on;
 
 use super::model::Model;
 use super::{SEQUENCES, rows};
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// A call that must fail.
 #[derive(Clone, Copy, Debug)]

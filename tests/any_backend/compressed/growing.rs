@@ -11,7 +11,7 @@ use kvpack::{AttentionShape, Bits, Result, SegmentFormat};
 use pollster::block_on;
 
 use super::Prompt;
-use crate::any_backend::exact::dot;
+use crate::exact::dot;
 
 /// Appends tokens to a sequence, and packs the windows that are full.
 pub fn append<B: Backend + Clone>(cache: &mut ModelCache<B>, sequence: usize, tokens: &Prompt) {

@@ -12,7 +12,7 @@ use kvpack::policy::{Policy, QueryPositions, Selection, Spans};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
 use pollster::block_on;
 
-use crate::any_backend::random_rows::Random;
+use crate::random_rows::Random;
 
 /// A prompt of all layers, dense: 30 tokens of text, an image, 20 tokens of text.
 pub struct Prompt {

@@ -13,8 +13,8 @@ use pollster::block_on;
 use super::evictions::{LAYERS, Prompt, all_policies, check_like_one_cache, rows};
 use super::script::{Act, Engine, SEQUENCES, rank, shape};
 use super::{LONG, on_ranks};
-use crate::any_backend::model_steps::recipe;
-use crate::any_backend::random_rows::Random;
+use any_backend::model_steps::recipe;
+use any_backend::random_rows::Random;
 
 const TOKENS: usize = 520;
 /// Appended after the prompt was compressed: beyond a turn.

@@ -15,9 +15,9 @@ use pollster::block_on;
 
 use super::script::{Act, Engine, SEQUENCES, rank, shape};
 use super::{LONG, on_ranks};
-use crate::any_backend::compressed::policies;
-use crate::any_backend::model_steps::recipe;
-use crate::any_backend::random_rows::Random;
+use any_backend::compressed::policies;
+use any_backend::model_steps::recipe;
+use any_backend::random_rows::Random;
 
 const TOKENS: usize = 700;
 pub const LAYERS: usize = 2;

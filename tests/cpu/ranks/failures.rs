@@ -13,8 +13,8 @@ use pollster::block_on;
 
 use super::script::{SEQUENCES, shape};
 use super::{LONG, failed};
-use crate::any_backend::model_steps::recipe;
-use crate::any_backend::random_rows::Random;
+use any_backend::model_steps::recipe;
+use any_backend::random_rows::Random;
 
 const RANKS: usize = 3;
 

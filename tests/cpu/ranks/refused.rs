@@ -10,7 +10,7 @@ use pollster::block_on;
 
 use super::script::shape;
 use super::{LONG, on_ranks};
-use crate::any_backend::model_steps::recipe;
+use any_backend::model_steps::recipe;
 
 fn cache() -> ModelCache<Cpu> {
     let share = Placement::new(2).unwrap().share(1).unwrap();
@@ -106,7 +106,7 @@ fn ranks_of_other_placements_do_not_begin() {
 /// KV heads by rank: the outputs of all ranks together are those of the layer.
 #[test]
 fn heads_by_rank_need_no_exchange() {
-    use crate::any_backend::random_rows::Random;
+    use any_backend::random_rows::Random;
     use kvpack::backend::Device;
     use kvpack::plan::{ElementType, QueryLayout};
     let whole = AttentionShape::new(8, 4, 64).unwrap();

@@ -9,7 +9,7 @@ use kvpack::{AttentionShape, Result};
 use pollster::block_on;
 
 use super::{LONG, on_ranks};
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 /// The outputs of every layer, for every act.
 pub type Outputs = Vec<Vec<Vec<f32>>>;

@@ -10,8 +10,8 @@ use pollster::block_on;
 
 use super::script::{Act, SEQUENCES, check, on_many, rank, shape};
 use super::{LONG, on_ranks};
-use crate::any_backend::model_steps::recipe;
-use crate::any_backend::random_rows::Random;
+use any_backend::model_steps::recipe;
+use any_backend::random_rows::Random;
 
 /// A script of an engine: sequences join, grow, branch, are cut and leave.
 fn random_acts(seed: u64, count: usize, cuts: usize) -> Vec<Act> {

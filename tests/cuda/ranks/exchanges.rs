@@ -14,7 +14,7 @@ use kvpack::ranks::{Reduction, StateExchange, Transport};
 use kvpack::{AttentionShape, Error};
 
 use super::{DEADLINE, WORDS, are_gpus, backend, needs_two_gpus, over_peers};
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 const TYPES: [ElementType; 3] = [ElementType::F32, ElementType::F16, ElementType::Bf16];
 

@@ -14,7 +14,7 @@ use kvpack::ranks::{StateExchange, Transport};
 use kvpack::{AttentionShape, Error, KvCache, Recipe};
 
 use super::{WORDS, backend};
-use crate::any_backend::random_rows::Random;
+use any_backend::random_rows::Random;
 
 const KILLS: usize = 20;
 

@@ -11,9 +11,9 @@ use kvpack::policy::{Policy, Selection, Spans};
 use kvpack::ranks::{ContextParallel, Placement, Transport};
 
 use super::{DEADLINE, are_gpus, needs_two_gpus, over_peers};
-use crate::any_backend::compressed::{Prompt, policies};
-use crate::any_backend::model_steps::recipe;
-use crate::any_backend::random_rows::Random;
+use any_backend::compressed::{Prompt, policies};
+use any_backend::model_steps::recipe;
+use any_backend::random_rows::Random;
 
 const LAYERS: usize = 2;
 const TOKENS: usize = 700;

@@ -15,8 +15,8 @@ use kvpack::plan::{ElementType, Elements, RowLayout};
 use kvpack::ranks::{ContextParallel, Placement, StateExchange, Transport};
 
 use super::{DEADLINE, are_gpus, needs_two_gpus, over_peers};
-use crate::any_backend::model_steps::{recipe, shape};
-use crate::any_backend::random_rows::Random;
+use any_backend::model_steps::{recipe, shape};
+use any_backend::random_rows::Random;
 
 /// What outputs may differ by from those of one GPU.
 const MOST_NMSE: f64 = 1e-6;

@@ -11,8 +11,8 @@ use pollster::block_on;
 
 use super::expected::{Rows, values};
 use super::words::words;
-use crate::any_backend::key_means::means;
 use crate::gpu_device::shared;
+use any_backend::key_means::means;
 
 fn stored(backend: &Wgpu, store: &kvpack::wgpu::Store) -> [Vec<u32>; 2] {
     [KeyOrValue::Key, KeyOrValue::Value].map(|which| {

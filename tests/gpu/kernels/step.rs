@@ -10,8 +10,8 @@ use pollster::block_on;
 use std::sync::Arc;
 
 use super::words::words;
-use crate::any_backend::step_writes::{Case, SHARDS, formats, pages};
 use crate::gpu_device::{is_brief, shared};
+use any_backend::step_writes::{Case, SHARDS, formats, pages};
 
 /// An engine's tensors, which every step overwrites.
 struct Engine {
@@ -189,10 +189,7 @@ fn an_empty_step_changes_nothing() {
     let shape = AttentionShape::new(1, 1, 64).unwrap();
     let case = Case::new(shape, SegmentFormat::saw_int4(), ElementType::F32, 4);
     let empty = Case {
-        steps: vec![crate::any_backend::step_writes::Step {
-            writes: LayerWrites::of(&case.layout),
-            ..case.steps[0].clone()
-        }],
+        steps: vec![any_backend::step_writes::Step { writes: LayerWrites::of(&case.layout), ..case.steps[0].clone() }],
         ..case
     };
     let (stores, found) = written(&backend, &empty);
