@@ -25,14 +25,15 @@ impl ElementType {
         }
     }
 
-    /// Reads elements of this type from their bytes in memory, as f32. Bytes after the last whole element are ignored.
-    pub fn to_f32(self, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
-        let element = move |x: &[u8]| match self {
-            Self::F32 => bytemuck::pod_read_unaligned(x),
-            Self::F16 => bytemuck::pod_read_unaligned::<f16>(x).to_f32(),
-            Self::Bf16 => bytemuck::pod_read_unaligned::<bf16>(x).to_f32(),
-        };
-        bytes.chunks_exact(self.bytes()).map(element)
+    /// Reads elements of this type from their bytes in memory, and appends them as f32. Bytes after the last whole
+    /// element are ignored.
+    pub fn read_f32(self, bytes: &[u8], into: &mut Vec<f32>) {
+        let read = bytes.chunks_exact(self.bytes());
+        match self {
+            Self::F32 => into.extend(read.map(bytemuck::pod_read_unaligned::<f32>)),
+            Self::F16 => into.extend(read.map(|x| bytemuck::pod_read_unaligned::<f16>(x).to_f32())),
+            Self::Bf16 => into.extend(read.map(|x| bytemuck::pod_read_unaligned::<bf16>(x).to_f32())),
+        }
     }
 }
 

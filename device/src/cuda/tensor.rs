@@ -127,7 +127,9 @@ impl Tensor {
     pub fn download_part(&self, stream: &Arc<CudaStream>, first: usize, elements: usize) -> Result<Vec<f32>> {
         let size = self.element_type.bytes();
         let bytes = self.memory.download_part(stream, "a tensor", self.offset + first * size, elements * size)?;
-        Ok(self.element_type.to_f32(&bytes).collect())
+        let mut read = Vec::with_capacity(elements);
+        self.element_type.read_f32(&bytes, &mut read);
+        Ok(read)
     }
 
     /// Number of elements.

@@ -129,7 +129,7 @@ impl Tensor {
         let (start, end) = (self.offset / 4 * 4, self.end().next_multiple_of(4));
         for at in (start..end).step_by(CHUNK_BYTES as usize) {
             let bytes = buffers::read(device, queue, &self.buffer, at, CHUNK_BYTES.min(end - at)).await?;
-            elements.extend(self.element_type.to_f32(&bytes));
+            self.element_type.read_f32(&bytes, &mut elements);
         }
         // A tensor of 16-bit elements may begin and end in the middle of a word.
         elements.drain(..(self.offset - start) as usize / self.element_type.bytes());
