@@ -29,7 +29,7 @@ pub(super) fn assemble(
     kernel: &str,
     choices: &BTreeMap<&'static str, &'static str>,
 ) -> Result<Vec<Part>, String> {
-    let file = sources.kernel_file(kernel).ok_or_else(|| format!("no kernel {kernel}"))?;
+    let path = sources.kernel(kernel).ok_or_else(|| format!("no kernel {kernel}"))?;
     let mut assembly = Assembly {
         sources,
         choices,
@@ -37,7 +37,7 @@ pub(super) fn assemble(
         seen: BTreeSet::new(),
         parts: Vec::new(),
     };
-    assembly.import(file, "")?;
+    assembly.import(&path, "")?;
     match assembly.unused.first() {
         Some(slot) => Err(format!("no slot {slot}")),
         None => Ok(by_file(where_opened(with_defaults(assembly.parts)))),

@@ -10,8 +10,8 @@ use super::beside;
 pub struct ShaderSources {
     /// Name of the library. The labels of its kernels begin with it. No two libraries of a program share one.
     pub library: &'static str,
-    /// Path and text of every file. A kernel is a file `{folder}/{kernel}.wgsl`. A file may have sections, such as the
-    /// choices of a slot, each below a line `// -------- {section} --------`.
+    /// Path and text of every file. A file may have sections, such as the choices of a slot, each below a line
+    /// `// -------- {section} --------`. A kernel is a file `{folder}/{kernel}.wgsl`, or a section of its name.
     pub files: &'static [(&'static str, &'static str)],
     /// Buffers that kernels read at an offset that every dispatch gives. An engine may encode several steps before it
     /// submits the first, and each reads its own tables.
@@ -34,13 +34,16 @@ impl ShaderSources {
         self.files.iter().any(|(name, text)| *name == path && text.lines().any(|line| section_below(line).is_some()))
     }
 
-    /// The file of a kernel: `{folder}/{kernel}.wgsl` in one of the folders.
-    pub(super) fn kernel_file(&self, kernel: &str) -> Option<&'static str> {
-        let is_kernel = |path: &str| {
-            let name = path.split_once('/').and_then(|(_, file)| file.strip_suffix(".wgsl"));
-            name == Some(kernel)
-        };
-        self.files.iter().map(|(path, _)| *path).find(|path| is_kernel(path))
+    /// The path of a kernel: what has its name and an entry point, a file `{folder}/{kernel}.wgsl` or a section.
+    pub(super) fn kernel(&self, kernel: &str) -> Option<String> {
+        self.files.iter().find_map(|(path, text)| {
+            let file = path.split_once('/')?.1.strip_suffix(".wgsl");
+            let is_kernel = |(section, text): &(Option<&str>, &str)| {
+                section.or(file) == Some(kernel) && text.lines().any(|line| line.starts_with("@compute "))
+            };
+            let (section, _) = sections(text).into_iter().find(is_kernel)?;
+            Some(section.map_or_else(|| (*path).to_owned(), |section| format!("{path}#{section}")))
+        })
     }
 
     /// Whether kernels read a buffer of this name at the offset that a dispatch gives.
@@ -119,13 +122,17 @@ mod tests {
     fn sections_stand_below_their_lines() {
         const TEXT: &str =
             "// Slot.\nfn a() {}\n\n// -------- one --------\n\nfn b() {}\n\n// -------- two --------\nfn c() {}\n";
-        const FILES: &[(&str, &str)] = &[("x/slot.wgsl", TEXT), ("x/kernel.wgsl", "fn d() {}\n")];
+        const KERNEL: &str = "@compute @workgroup_size(1)\nfn d() {}\n";
+        const KERNELS: &str = "// Two.\n\n// -------- one --------\n@compute @workgroup_size(1)\nfn one() {}\n";
+        const FILES: &[(&str, &str)] = &[("x/slot.wgsl", TEXT), ("x/kernel.wgsl", KERNEL), ("x/two.wgsl", KERNELS)];
         let sources = ShaderSources { library: "test", files: FILES, tables: &[], unclamped_table: None };
         assert_eq!(sources.text("x/slot.wgsl"), Some("// Slot.\nfn a() {}\n\n"));
         assert_eq!(sources.text("x/slot.wgsl#one"), Some("\nfn b() {}\n\n"));
         assert_eq!(sources.text("x/slot.wgsl#two"), Some("fn c() {}\n"));
         assert_eq!(sources.text("x/slot.wgsl#three"), None);
-        assert_eq!(sources.text("x/kernel.wgsl"), Some("fn d() {}\n"));
+        assert_eq!(sources.text("x/kernel.wgsl"), Some(KERNEL));
         assert!(sources.has_sections("x/slot.wgsl") && !sources.has_sections("x/kernel.wgsl"));
+        let kernels = ["kernel", "one", "two"].map(|kernel| sources.kernel(kernel));
+        assert_eq!(kernels.map(Option::unwrap_or_default), ["x/kernel.wgsl", "x/two.wgsl#one", ""]);
     }
 }

@@ -9,13 +9,13 @@ use crate::policy::HeadAggregation;
 use crate::wgpu::device::{Capabilities, ElementBinding, Tensor, Variant};
 use crate::wgpu::sources::SHADERS;
 
-/// Keys of a tile, `TILE` of `matrix_call.wgsl`.
+/// Keys of a tile, `TILE` of `select/calls.wgsl#matrix_call`.
 const TILE_KEYS: usize = 32;
 /// Query rows that a subgroup keeps.
 const SUBGROUP_ROWS: usize = 32;
 /// Maximum number of subgroups in a workgroup: the scores of seven fit into 48 KiB of workgroup memory.
 const MOST_SUBGROUPS: usize = 7;
-/// Maximum number of heads in a chunk: `CHUNK_HEADS` of `attention_column_stats_matrix.wgsl`.
+/// Maximum number of heads in a chunk: `CHUNK_HEADS` of `attention_column_stats.wgsl#attention_column_stats_matrix`.
 const CHUNK_HEADS: usize = 16;
 /// The largest head dimension whose rows a subgroup keeps in registers, even as two summands.
 const MOST_CHANNELS: usize = 128;

@@ -17,7 +17,7 @@ use crate::wgpu::device::{Capabilities, Kernels, Tensor, Variant};
 use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
-/// Keys of a tile, `RESIDENT` in `resident_rows.wgsl`.
+/// Keys of a tile, `RESIDENT` in `select/rows.wgsl#resident_rows`.
 const TILE_KEYS: usize = 128;
 
 /// Maximum size of the partial results of all parts of the keys in bytes. With many query rows, a part has more tiles.
