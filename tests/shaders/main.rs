@@ -1,6 +1,7 @@
 //! Every shader variant is valid and can be written for every graphics interface, on any machine.
 
 mod inserted;
+mod named_files;
 mod parts;
 mod snapshots;
 mod step_launches;

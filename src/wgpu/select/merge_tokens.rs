@@ -12,7 +12,7 @@ use crate::wgpu::planned::planned;
 use crate::wgpu::sources::SHADERS;
 use crate::{Error, Result};
 
-/// Evicted tokens of a workgroup of `nearest_kept`, `RESIDENT` in `resident_rows.wgsl`.
+/// Evicted tokens of a workgroup of `nearest_kept`, `RESIDENT` in `select/rows.wgsl#resident_rows`.
 const TILE_EVICTED: usize = 128;
 
 /// Merges evicted tokens into their nearest kept ones. The plan decides everything except the buffers.
