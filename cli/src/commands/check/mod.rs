@@ -1,6 +1,6 @@
 //! `kvpack check`: is this device right?
 
-mod case;
+mod either;
 mod matrix;
 mod rows;
 
@@ -13,7 +13,7 @@ use kvpack::Backend;
 use kvpack_report::{CheckOutcome, ConformanceReport, Run};
 use kvpack_weights::conformance as layers;
 
-use self::case::{Backends, Case, Kind};
+use self::either::{Backends, Check, Kind};
 use self::matrix::print_matrix;
 use self::rows::{RowTable, run_all};
 use crate::backend::{BackendArgs, Chosen};
@@ -24,14 +24,14 @@ use crate::provenance;
 /// Check that the kernels are right on this device; exit code 1 if any is not.
 ///
 /// Attention and products with packed weights are compared with f64 over the stored data, everything else with the CPU
-/// reference. By default the checks cover every kernel once. --all runs every case: all shapes, formats and edge cases, which takes much longer. Rows
-/// are printed as they end. Several checks run at once, because most of their time is spent in the compiler of the
-/// driver.
+/// reference. By default the checks cover every kernel once. --all runs every check: all shapes, formats and edge cases,
+/// which takes much longer. Rows are printed as they end. Several checks run at once, because most of their time is
+/// spent in the compiler of the driver.
 #[derive(clap::Args)]
 pub struct CheckArgs {
     #[command(flatten)]
     backend: BackendArgs,
-    /// Run every case instead of those that cover every kernel once.
+    /// Run every check instead of those that cover every kernel once.
     #[arg(long)]
     all: bool,
     /// The default.
@@ -94,66 +94,66 @@ impl Part {
 
 /// Runs the command.
 pub fn run(args: &CheckArgs) -> Result<Outcome> {
-    let cases = args.cases()?;
+    let checks = args.checks()?;
     let backend = args.backend.open()?;
     let run = provenance::run(backend.driver(), None);
     let jobs = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_JOBS);
     match &backend {
-        Chosen::Cpu(caches) => args.run_on(&Backends { caches, layers: kvpack_weights::Cpu }, cases, (jobs, run)),
+        Chosen::Cpu(caches) => args.run_on(&Backends { caches, layers: kvpack_weights::Cpu }, checks, (jobs, run)),
         Chosen::Wgpu(caches) => {
             let layers = kvpack_weights::wgpu::Wgpu::new(caches.queue(), caches.kernels());
-            args.run_on(&Backends { caches, layers }, cases, (jobs, run))
+            args.run_on(&Backends { caches, layers }, checks, (jobs, run))
         }
         // One stream takes one check after the other.
         #[cfg(feature = "cuda")]
         Chosen::Cuda(caches) => {
             let layers = kvpack_weights::cuda::Cuda::new(caches.stream(), caches.kernels());
-            args.run_on(&Backends { caches, layers }, cases, (1, run))
+            args.run_on(&Backends { caches, layers }, checks, (1, run))
         }
     }
 }
 
 impl CheckArgs {
-    fn cases(&self) -> Result<Vec<Case>> {
-        let wanted = |case: &Case| {
-            (case.is_quick() || self.all)
-                && self.kind.is_none_or(|kind| case.kind() == kind)
-                && self.filter.as_ref().is_none_or(|text| case.name().contains(text.as_str()))
+    fn checks(&self) -> Result<Vec<Check>> {
+        let wanted = |check: &Check| {
+            (check.is_quick() || self.all)
+                && self.kind.is_none_or(|kind| check.kind() == kind)
+                && self.filter.as_ref().is_none_or(|text| check.name().contains(text.as_str()))
         };
-        let cases: Vec<Case> = case::all().into_iter().filter(wanted).collect();
-        if cases.is_empty() {
+        let checks: Vec<Check> = either::all().into_iter().filter(wanted).collect();
+        if checks.is_empty() {
             bail!(
                 "no check matches --filter '{}'{}; {}",
                 self.filter.as_deref().unwrap_or_default(),
                 self.kind.map_or(String::new(), |kind| format!(" among those of --kind {}", kind.name())),
-                if self.all { "`kvpack check --all` prints every name" } else { "--all searches every case" }
+                if self.all { "`kvpack check --all` prints every name" } else { "--all searches every check" }
             );
         }
-        Ok(cases[self.part.of(cases.len())].to_vec())
+        Ok(checks[self.part.of(checks.len())].to_vec())
     }
 
     fn run_on<B: Backend + Sync, L: layers::Backend + Sync>(
         &self,
         on: &Backends<'_, B, L>,
-        cases: Vec<Case>,
+        checks: Vec<Check>,
         (jobs, run): (usize, Run),
     ) -> Result<Outcome> {
         let jobs = self.jobs.map_or(jobs, usize::from);
         match (self.matrix, self.json) {
             (true, _) => print_matrix(on.caches),
-            (_, true) => check_to_json(on, &cases, (jobs, run)),
-            _ => check(on, &cases, jobs),
+            (_, true) => check_to_json(on, &checks, (jobs, run)),
+            _ => print_checks(on, &checks, jobs),
         }
     }
 }
 
 fn check_to_json<B: Backend + Sync, L: layers::Backend + Sync>(
     on: &Backends<'_, B, L>,
-    cases: &[Case],
+    checks: &[Check],
     (jobs, run): (usize, Run),
 ) -> Result<Outcome> {
-    let mut rows = Vec::with_capacity(cases.len());
-    let done = run_all(on, cases, jobs, |row| {
+    let mut rows = Vec::with_capacity(checks.len());
+    let done = run_all(on, checks, jobs, |row| {
         rows.push(row.reported());
         Ok(())
     });
@@ -164,17 +164,17 @@ fn check_to_json<B: Backend + Sync, L: layers::Backend + Sync>(
     Ok(if report.count(CheckOutcome::Failed) == 0 { Outcome::Passed } else { Outcome::Failed })
 }
 
-fn check<B: Backend + Sync, L: layers::Backend + Sync>(
+fn print_checks<B: Backend + Sync, L: layers::Backend + Sync>(
     on: &Backends<'_, B, L>,
-    cases: &[Case],
+    checks: &[Check],
     jobs: usize,
 ) -> Result<Outcome> {
-    say!("{} checks on {}", cases.len(), on.caches.name())?;
-    print_kinds(cases)?;
-    let table = RowTable::new(cases);
+    say!("{} checks on {}", checks.len(), on.caches.name())?;
+    print_kinds(checks)?;
+    let table = RowTable::new(checks);
     table.heading()?;
     let (mut passed, mut failed, mut unsupported) = (0, 0, 0);
-    let done = run_all(on, cases, jobs, |row| {
+    let done = run_all(on, checks, jobs, |row| {
         *match row.outcome() {
             CheckOutcome::Passed => &mut passed,
             CheckOutcome::Unsupported => &mut unsupported,
@@ -189,10 +189,10 @@ fn check<B: Backend + Sync, L: layers::Backend + Sync>(
 }
 
 /// Says how many checks there are of each kind, and what they hold against what.
-fn print_kinds(cases: &[Case]) -> Result<()> {
+fn print_kinds(checks: &[Check]) -> Result<()> {
     let mut table = print::results(&["kind", "what is compared", "checks"], 2);
     for kind in Kind::all() {
-        let count = cases.iter().filter(|case| case.kind() == kind).count();
+        let count = checks.iter().filter(|check| check.kind() == kind).count();
         if count > 0 {
             table.add_row([kind.name().into(), kind.description().into(), count.to_string()]);
         }

@@ -10,12 +10,12 @@ use kvpack::Backend;
 use kvpack_report::{CheckOutcome, CheckRow};
 use kvpack_weights::conformance as layers;
 
-use super::case::{Accuracy, Backends, Case, Found};
+use super::either::{Accuracy, Backends, Check, Found};
 use crate::print::{self, say};
 
 /// A check and what came of it.
 pub struct Row {
-    case: Case,
+    check: Check,
     outcome: kvpack::Result<Found>,
 }
 
@@ -23,19 +23,19 @@ pub struct Row {
 /// error of a check is its failure, but nothing more runs on a lost device.
 pub fn run_all<B: Backend + Sync, L: layers::Backend + Sync>(
     on: &Backends<'_, B, L>,
-    cases: &[Case],
+    checks: &[Check],
     jobs: usize,
     mut each: impl FnMut(Row) -> Result<()>,
 ) -> Result<()> {
-    let progress = ProgressBar::new(cases.len() as u64).with_style(print::bar());
+    let progress = ProgressBar::new(checks.len() as u64).with_style(print::bar());
     let next = AtomicUsize::new(0);
     let (sender, ended) = mpsc::channel();
     let done = std::thread::scope(|scope| {
-        for sender in vec![sender; jobs.clamp(1, cases.len().max(1))] {
+        for sender in vec![sender; jobs.clamp(1, checks.len().max(1))] {
             let next = &next;
             scope.spawn(move || {
-                while let Some((index, case)) = take(next, cases) {
-                    let row = Row { case: case.clone(), outcome: pollster::block_on(case.run(on)) };
+                while let Some((index, check)) = take(next, checks) {
+                    let row = Row { check: check.clone(), outcome: pollster::block_on(check.run(on)) };
                     if sender.send((index, row)).is_err() {
                         break;
                     }
@@ -46,16 +46,16 @@ pub fn run_all<B: Backend + Sync, L: layers::Backend + Sync>(
         let mut handed_on = 0;
         for (index, row) in ended {
             if let Err(lost @ kvpack::Error::DeviceLost { .. }) = &row.outcome {
-                next.store(cases.len(), Ordering::Relaxed);
-                bail!("in check {}: {lost}", row.case.name());
+                next.store(checks.len(), Ordering::Relaxed);
+                bail!("in check {}: {lost}", row.check.name());
             }
-            progress.set_message(row.case.name().to_string());
+            progress.set_message(row.check.name().to_string());
             progress.inc(1);
             early.insert(index, row);
             while let Some(row) = early.remove(&handed_on) {
                 handed_on += 1;
                 // No further check begins when nobody takes its row.
-                progress.suspend(|| each(row)).inspect_err(|_| next.store(cases.len(), Ordering::Relaxed))?;
+                progress.suspend(|| each(row)).inspect_err(|_| next.store(checks.len(), Ordering::Relaxed))?;
             }
         }
         Ok(())
@@ -65,9 +65,9 @@ pub fn run_all<B: Backend + Sync, L: layers::Backend + Sync>(
 }
 
 /// The next check that nobody has taken yet.
-fn take<'a>(next: &AtomicUsize, cases: &'a [Case]) -> Option<(usize, &'a Case)> {
+fn take<'a>(next: &AtomicUsize, checks: &'a [Check]) -> Option<(usize, &'a Check)> {
     let index = next.fetch_add(1, Ordering::Relaxed);
-    cases.get(index).map(|case| (index, case))
+    checks.get(index).map(|check| (index, check))
 }
 
 impl Row {
@@ -95,16 +95,16 @@ impl Row {
     /// What it is about, and the kernel that was taken.
     fn subject(&self) -> String {
         let kernel = self.outcome.as_ref().ok().and_then(|found| found.kernel.as_ref());
-        kernel.map_or_else(|| self.case.subject(), |kernel| format!("{}: {kernel}", self.case.subject()))
+        kernel.map_or_else(|| self.check.subject(), |kernel| format!("{}: {kernel}", self.check.subject()))
     }
 
     /// The row in JSON.
     pub fn reported(&self) -> CheckRow {
         let outcome = self.outcome();
         CheckRow {
-            check: self.case.name().into(),
-            of: self.case.kind().name().into(),
-            formats: self.case.stored_formats(),
+            check: self.check.name().into(),
+            of: self.check.kind().name().into(),
+            formats: self.check.stored_formats(),
             outcome,
             nmse: self.accuracy().map(|accuracy| accuracy.nmse),
             reason: (outcome != CheckOutcome::Passed).then(|| self.reason()),
@@ -118,8 +118,8 @@ pub struct RowTable {
 }
 
 impl RowTable {
-    pub fn new(cases: &[Case]) -> Self {
-        let longest = cases.iter().map(|case| case.name().chars().count()).max();
+    pub fn new(checks: &[Check]) -> Self {
+        let longest = checks.iter().map(|check| check.name().chars().count()).max();
         Self { name: longest.unwrap_or_default().max("check".len()) }
     }
 
@@ -143,7 +143,7 @@ impl RowTable {
             CheckOutcome::Failed => "FAILED",
         };
         self.line([
-            row.case.name(),
+            row.check.name(),
             &row.subject(),
             &number(|accuracy| Some(accuracy.nmse)),
             &number(|accuracy| accuracy.worst_head),
@@ -152,7 +152,7 @@ impl RowTable {
             verdict,
         ])?;
         if row.outcome() != CheckOutcome::Passed {
-            say!("{verdict} {}: {}", row.case.name(), row.reason())?;
+            say!("{verdict} {}: {}", row.check.name(), row.reason())?;
         }
         Ok(())
     }

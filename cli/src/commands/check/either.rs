@@ -14,7 +14,7 @@ pub struct Backends<'a, B, L> {
 
 /// One check.
 #[derive(Clone)]
-pub enum Case {
+pub enum Check {
     Cache(caches::Check),
     Layer(layers::Check),
 }
@@ -48,9 +48,9 @@ pub struct Accuracy {
 }
 
 /// All checks: those of caches, then those of layers.
-pub fn all() -> Vec<Case> {
-    let caches = caches::checks().into_iter().map(Case::Cache);
-    caches.chain(layers::checks().into_iter().map(Case::Layer)).collect()
+pub fn all() -> Vec<Check> {
+    let caches = caches::checks().into_iter().map(Check::Cache);
+    caches.chain(layers::checks().into_iter().map(Check::Layer)).collect()
 }
 
 impl Kind {
@@ -86,7 +86,7 @@ impl FromStr for Kind {
     }
 }
 
-impl Case {
+impl Check {
     pub fn name(&self) -> &str {
         match self {
             Self::Cache(check) => check.name(),
