@@ -279,7 +279,7 @@ fn wrong_usage_has_exit_code_2_and_says_what_to_do() {
         (&["generate", "--tokens", "-1"], "give a whole number"),
         (&["bench", "--backend", "cpu", "--suite", "step", "--format", "4-bit"], "leave --format out"),
         (&["bench", "--backend", "cpu", "--suite", "step", "--shape", "g4"], "leave --shape out"),
-        (&["bench", "--backend", "cpu", "--suite", "prefill", "--shape", "g4"], "'8 drafts of 4 over 128'"),
+        (&["bench", "--backend", "cpu", "--suite", "prefill", "--shape", "g4"], "'8 drafts of 4 over 128, 32/8×64'"),
         (&["bench", "--suite", "ranks", "--backend", "cpu"], "runs on NVIDIA GPUs"),
         (&["bench", "--suite", "ranks", "--ranks", "3"], "give 1, 2, 4 or 8"),
         (&["bench", "--suite", "ranks", "--ranks", "8"], "8 ranks need 8 NVIDIA GPUs"),

@@ -74,6 +74,12 @@ impl Batch {
         Ok(Self { name: name.into(), shape, sequences })
     }
 
+    /// Its name and its heads, which no two batches share.
+    fn label(&self) -> String {
+        let shape = &self.shape;
+        format!("{}, {}/{}×{}", self.name, shape.query_heads(), shape.kv_heads(), shape.head_dim())
+    }
+
     fn runs(&self) -> Vec<QueryRun> {
         let run =
             |(sequence, &(_, queries)): (usize, &(usize, usize))| QueryRun::new(sequence, queries, Visible::Causal);
@@ -108,8 +114,8 @@ impl<'a> Chosen<'a> {
     fn batches(&self, is_gpu: bool) -> Result<Vec<Batch>> {
         let all = all_batches(is_gpu)?;
         let Some(text) = self.shape else { return Ok(all) };
-        let names = all.iter().map(|batch| format!("'{}'", batch.name)).collect::<Vec<_>>().join(", ");
-        let chosen: Vec<Batch> = all.into_iter().filter(|batch| batch.name.contains(text)).collect();
+        let names = all.iter().map(|batch| format!("'{}'", batch.label())).collect::<Vec<_>>().join(", ");
+        let chosen: Vec<Batch> = all.into_iter().filter(|batch| batch.label().contains(text)).collect();
         if chosen.is_empty() {
             bail!("no prompts have a name that contains '{text}'; --suite prefill has {names}");
         }
@@ -182,7 +188,7 @@ pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, st
     let mut guard = pollster::block_on(Guard::new(backend))?;
     for (batch, formats) in batches.iter().zip(formats) {
         for format in formats {
-            progress.set_message(format!("{}, {format}", batch.name));
+            progress.set_message(format!("{}, {format}", batch.label()));
             match pollster::block_on(row(backend, &mut guard, batch, format)) {
                 Ok(row) => {
                     if style != Style::Json {
@@ -192,7 +198,7 @@ pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, st
                 }
                 Err(error) => match error.downcast_ref::<Error>() {
                     Some(Error::OutOfMemory { .. } | Error::Unsupported { .. }) => {
-                        progress.suspend(|| note!("skipped {}, {format}: {error}", batch.name));
+                        progress.suspend(|| note!("skipped {}, {format}: {error}", batch.label()));
                     }
                     _ => return Err(error),
                 },
@@ -229,7 +235,7 @@ async fn row<B: Timed + Clone>(
     let mut output = cache.attend_runs(&runs, &queries, ElementType::F16).await?;
     let nmse = check(backend, &cache, batch, (&host, &output)).await?;
     let most = Limits::of_step(QueryPrecision::ByFormat, [&format]).nmse;
-    ensure!(nmse <= most, Wrong(format!("{}, {format}: NMSE {nmse:.1e} against f64", batch.name)));
+    ensure!(nmse <= most, Wrong(format!("{}, {format}: NMSE {nmse:.1e} against f64", batch.label())));
 
     // A download waits for all that was queued before it.
     let mark = backend.upload(Elements::F16(&host[..row])).await?;
