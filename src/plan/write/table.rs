@@ -183,10 +183,11 @@ impl WriteTable {
 #[cfg(test)]
 mod tests {
     use super::super::examples::{layout, page, writes};
+    use super::super::writes::TokenWrite;
     use super::super::{KeyMean, StoreCapacity};
     use super::*;
     use crate::format::KeyOrValue;
-    use crate::plan::{Page, TokenRange};
+    use crate::plan::TokenRange;
     use crate::{AttentionShape, Error, SegmentFormat};
 
     /// Attention finds the token of a query by the query's number.
