@@ -22,6 +22,7 @@ use super::attend_launches::{Builder, Decisions, with_rows};
 use super::block_queries::block_queries;
 use super::recipe::LseOutput;
 use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
+use super::shorter_items::split_of;
 use crate::backend::AttendOptions;
 use crate::format::AttentionShape;
 use crate::plan::{AttendPlan, ElementType, GrowingWork, QueryLayout, StoreWork, Work};
@@ -150,7 +151,8 @@ impl AttendStep {
         mut kept: impl Iterator<Item = &'a Self>,
     ) -> Result<Self> {
         let StepOptions { input, attend, lse, room, rows } = options;
-        let work = Work::in_blocks(plan, attend.split, block_queries(capabilities, plan, attend))?;
+        let split = split_of(plan, attend.split);
+        let work = Work::in_blocks(plan, split, block_queries(capabilities, plan, attend))?;
         let layout = Layout::new(capabilities, room, table_bytes(&work));
         let mut builder = Builder { capabilities, work: &work, input, options: attend, lse, layout };
         builder.check_tiles()?;

@@ -19,6 +19,7 @@ mod parts;
 mod prepare_query;
 mod recipe;
 mod scratch;
+mod shorter_items;
 mod specialisation;
 mod uncentre_lse;
 
