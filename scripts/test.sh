@@ -234,13 +234,15 @@ no_validation_messages() {
 # ones. A workspace build unifies features, which hides what one of them lacks. The last set is kvpack together with a
 # crate that makes cudarc link CUDA's libraries instead of loading them, as candle's feature `cuda` does, and NCCL, which
 # kvpack loads itself. Checking links nothing, so it needs no toolkit. The stage clippy checks all features together.
+# The default one is what a contributor tests first: its unit tests are checked, too.
 every_feature_set() {
-    local features weights
+    local features weights targets
     for features in "" wgpu cuda nccl,cudarc/dynamic-linking; do
         echo "features: ${features:-none}"
         case "$features" in nccl*) weights=() ;; *) weights=(--package kvpack-weights) ;; esac
-        cargo clippy --locked --package kvpack "${weights[@]}" --no-default-features --features "$features" \
-            -- -D warnings || return
+        case "$features" in wgpu) targets=(--lib --tests) ;; *) targets=(--lib) ;; esac
+        cargo clippy --locked --package kvpack "${weights[@]}" "${targets[@]}" --no-default-features \
+            --features "$features" -- -D warnings || return
     done
 }
 
