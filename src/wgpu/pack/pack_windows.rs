@@ -57,7 +57,8 @@ pub(super) fn bind_windows(
         shards: from | to << 16,
         ..TileCall::new(shape, format, which)
     };
-    // Rows [page][kv_head][token][channel], as `pack/rows.wgsl#key_tile` counts them, and [window][token][kv_head][channel].
+    // Rows [page][kv_head][token][channel], as `pack/rows.wgsl#key_tile` counts them, and
+    // [window][token][kv_head][channel].
     let in_tiles = TileCall { token_stride: head_dim, head_stride: TILE_TOKENS as u32 * head_dim, ..section_call };
     let rotated = TileCall { token_stride: kv_heads * head_dim, head_stride: head_dim, ..section_call };
     let halves = ("rows", source.shard_binding(from, StoreBuffer::tiles(which))?);
