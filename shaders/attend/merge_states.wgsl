@@ -14,16 +14,15 @@
 // index past LISTS and read nothing. The divisor is at least 1: the largest weight, or 1 where there is none.
 //
 // gives: states, QUERY_HEADS, FIELDS, STATE_ROW
-// binds: 0 state_rows, 7 states
+// binds: 7 states
 // set by plans: HEAD_DIM, QUERY_HEADS, MERGED_HEADS
 
 // import output = attend/output.wgsl#f32
 // import lse = attend/lse.wgsl
+// import state_rows = attend/states.wgsl#rows
 // import attend/states.wgsl#join_states
 // import sinks = attend/sinks.wgsl
 
-// The states of every row: the first, and one past the last.
-@group(0) @binding(0) var<storage, read> state_rows: array<vec2<u32>>;
 @group(0) @binding(7) var<storage, read> states: array<vec4<f32>>;
 
 const INVOCATIONS: u32 = 128u;
@@ -43,17 +42,16 @@ var<workgroup> list_weights: array<vec2<f32>, INVOCATIONS>;
 
 @compute @workgroup_size(128)
 fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    let begin = state_rows[group.x].x;
-    if (begin == WRITTEN) {
+    let of_row = states_of(group.x);
+    if (of_row.x == WRITTEN) {
         return;
     }
-    let end = state_rows[group.x].y;
     let list = invocation / FIELDS;
     let field = invocation % FIELDS;
     let head = group.y * MERGED_HEADS + list / HEAD_LISTS;
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
     if (list < LISTS) {
-        joined = join_states(begin + list % HEAD_LISTS, end, HEAD_LISTS, head, field);
+        joined = join_states(of_row.x + list % HEAD_LISTS, of_row.y, HEAD_LISTS, head, field);
     }
     list_sums[invocation] = joined.sum;
     list_weights[invocation] = vec2<f32>(joined.weight_sum, joined.largest);

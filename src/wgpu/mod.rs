@@ -44,7 +44,9 @@ mod planned;
 mod select;
 mod sources;
 
-pub use attend::{AttendStep, AttendTensors, MergePairPlan, MergePartsPlan, Scratch, ScratchBytes, UncentreLsePlan};
+pub use attend::{
+    AttendStep, AttendTensors, MergePairPlan, MergePartsPlan, STATE_BUFFERS, Scratch, ScratchBytes, UncentreLsePlan,
+};
 pub use backend::{Recorded, Wgpu};
 pub use device::shader;
 pub use device::{

@@ -55,7 +55,8 @@ pub(super) enum Slot {
     Tables(ScratchSection),
     Queries(ScratchSection),
     Scores(ScratchSection),
-    States(ScratchSection),
+    /// The states of a step in one of their buffers.
+    States { buffer: usize, section: ScratchSection },
     Arrived(ScratchSection),
     Shard { store: usize, shard: u32, part: StoreBuffer },
     SpanRanges { store: usize, which: KeyOrValue },
@@ -123,7 +124,7 @@ impl BoundBuffers<'_> {
             }
             Slot::Queries(at) => section(&self.scratch.queries, at),
             Slot::Scores(at) => section(&self.scratch.scores, at),
-            Slot::States(at) => section(&self.scratch.states, at),
+            Slot::States { buffer, section: at } => section(&self.scratch.states[buffer], at),
             Slot::Arrived(at) => section(&self.scratch.arrived, at),
             Slot::Shard { store, shard, part } => self.stores[store].shard_binding(shard, part),
             Slot::SpanRanges { store, which } => self.stores[store].span_ranges_binding(which),

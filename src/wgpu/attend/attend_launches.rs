@@ -2,10 +2,11 @@
 
 use super::attend::Fused;
 use super::attend_buffers::{Buffers, Grid, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot, Strided};
-use super::merge_states::{MergedStates, merge_states, state_row_bytes};
+use super::merge_states::{MergedStates, merge_buffers, merge_states, state_row_bytes};
 use super::prepare_query::Extremes;
 use super::recipe::{LseOutput, RunItems, Sinks, WrittenOutputs};
 use super::scratch::{Layout, ScratchSection};
+use super::state_buffers::{buffer_of, buffer_rows};
 use super::specialisation::{ItemScoring, MAX_RUN_TILES, MAX_TILES, Specialisation};
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
@@ -26,6 +27,7 @@ pub(super) struct Decisions {
     block_queries: usize,
     /// Whether a query has more states than are merged without a launch.
     many_states: bool,
+    /// The states of every query: of several buffers where they are in several.
     state_rows: ScratchSection,
     sinks: Option<ScratchSection>,
     merging: StateMerging,
@@ -104,6 +106,8 @@ enum Merging {
 struct StateMerging {
     by: Merging,
     states: ScratchSection,
+    /// Whether launches write their states to different buffers.
+    beside: bool,
     arrived: ScratchSection,
 }
 
@@ -172,9 +176,19 @@ impl Builder<'_> {
         let rows = self.work.states().max(1) as u64;
         let bytes = self.layout.room.bytes(rows * state_row_bytes(self.work.shape()));
         let states = ScratchSection { offset: 0, bytes };
-        self.layout.scratch.states = states.bytes;
         let segments = self.work.segments().iter().map(|segment| self.decide_segment(segment)).collect();
-        let state_rows = self.layout.table(self.work.rows());
+        let merging = self.merging(states);
+        let buffer_rows = (merging.by == Merging::Launch && !self.takes_runs())
+            .then(|| buffer_rows(self.work, self.layout.room, state_row_bytes(self.work.shape())))
+            .flatten();
+        self.layout.scratch.states[0] = states.bytes;
+        let state_rows = match &buffer_rows {
+            Some(rows) => {
+                self.layout.scratch.states.fill(states.bytes);
+                self.layout.table(rows)
+            }
+            None => self.layout.table(self.work.rows()),
+        };
         Decisions {
             segments,
             shape: *self.work.shape(),
@@ -183,7 +197,7 @@ impl Builder<'_> {
             many_states: self.work.most_states() > MOST_MERGED_STATES,
             state_rows,
             sinks: self.sinks(),
-            merging: self.merging(states),
+            merging: StateMerging { beside: buffer_rows.is_some(), ..merging },
         }
     }
 
@@ -220,26 +234,45 @@ impl Builder<'_> {
         launches.extend(segments().flat_map(|(at, (segment, sections))| self.scores(at, segment, sections)));
         launches
             .extend(segments().flat_map(|(at, (segment, sections))| self.attend(at, (segment, sections), decisions)));
+        if merging.beside {
+            self.part_states(&mut launches, merging.states);
+        }
         if merging.by == Merging::Launch {
             launches.push(self.merge(decisions));
         }
         launches
     }
 
+    /// Lets every launch write its states to a buffer of its own, as far as there are buffers.
+    fn part_states(&self, launches: &mut [PlannedLaunch], section: ScratchSection) {
+        let one = Slot::States { buffer: 0, section };
+        let slots = launches.iter_mut().flat_map(|launch| &mut launch.buffers).map(|(_, slot)| slot);
+        for (dispatch, slot) in slots.filter(|slot| **slot == one).enumerate() {
+            *slot = Slot::States { buffer: buffer_of(dispatch), section };
+        }
+    }
+
     fn merge(&self, decisions: &Decisions) -> PlannedLaunch {
         let mut buffers = vec![
             ("state_rows", Slot::Tables(decisions.state_rows)),
-            ("states", Slot::States(decisions.merging.states)),
+            ("states", Slot::States { buffer: 0, section: decisions.merging.states }),
         ];
+        if decisions.merging.beside {
+            let names = ["second_states", "third_states", "fourth_states"];
+            let slot = |buffer| Slot::States { buffer, section: decisions.merging.states };
+            buffers.extend(names.into_iter().zip((1..).map(slot)));
+        }
         self.push_outputs(decisions, &mut buffers);
         let shape = self.work.shape();
-        let takes_run = |segment: &StoreWork| segment.dispatches().iter().any(|of| self.takes_run(segment, of));
-        let merged = match self.work.segments().iter().any(takes_run) {
+        let merged = match self.takes_runs() {
             true => MergedStates::Few,
             false => MergedStates::Many,
         };
         PlannedLaunch {
-            variant: merge_states(shape, self.outputs(decisions), merged),
+            variant: match decisions.merging.beside {
+                true => merge_buffers(merge_states(shape, self.outputs(decisions), merged)),
+                false => merge_states(shape, self.outputs(decisions), merged),
+            },
             grid: Grid::Rows { each: (shape.query_heads() / merged.heads(shape)) as u32 },
             buffers,
         }
@@ -278,7 +311,7 @@ impl Builder<'_> {
             false if self.work.rows().iter().all(|rows| *rows == StateRows::WRITTEN) => Merging::None,
             false => Merging::Launch,
         };
-        StateMerging { by, states, arrived }
+        StateMerging { by, states, beside: false, arrived }
     }
 
     /// Whether every workgroup of `attend` prepares the query of a segment itself.
@@ -346,6 +379,12 @@ impl Builder<'_> {
     /// Whether the items of a dispatch are those of `attend_run`.
     fn takes_run(&self, segment: &StoreWork, dispatch: &Dispatch) -> bool {
         self.specialisation(segment, dispatch.most_queries, dispatch.mask).run_rows().is_some()
+    }
+
+    /// Whether those of any dispatch are.
+    fn takes_runs(&self) -> bool {
+        let any = |segment: &StoreWork| segment.dispatches().iter().any(|of| self.takes_run(segment, of));
+        self.work.segments().iter().any(any)
     }
 
     /// What the items of a dispatch have, if they are those of `attend_run`. All else that a step asks for keeps the text
@@ -451,7 +490,7 @@ impl Builder<'_> {
             };
             self.push_values(segment, dispatch.shard, &mut buffers);
             if items == RunItems::Parts {
-                buffers.push(("states", Slot::States(merging.states)));
+                buffers.push(("states", Slot::States { buffer: 0, section: merging.states }));
             }
             if merging.by == Merging::Fused {
                 buffers.push(("arrived", Slot::Arrived(merging.arrived)));

@@ -385,9 +385,11 @@ impl AttendStep {
             ("scratch tables", &scratch.tables, tables_at.saturating_add(self.scratch.tables)),
             ("scratch queries", &scratch.queries, self.scratch.queries),
             ("scratch scores", &scratch.scores, self.scratch.scores),
-            ("scratch states", &scratch.states, self.scratch.states),
             ("scratch counters", &scratch.arrived, self.scratch.arrived),
-        ] {
+        ]
+        .into_iter()
+        .chain(scratch.states.iter().zip(self.scratch.states).map(|(buffer, bytes)| ("scratch states", buffer, bytes)))
+        {
             if buffer.size() < needed {
                 return Err(Error::Buffer {
                     what,
@@ -437,7 +439,7 @@ impl AttendStep {
             ("tables of a step", self.scratch.tables),
             ("prepared queries", self.scratch.queries),
             ("scores of a calibrated segment", self.scratch.scores),
-            ("attention states", self.scratch.states),
+            ("attention states", self.scratch.states[0]),
             ("counters of workgroups", self.scratch.arrived),
         ];
         for (what, needed) in bytes {

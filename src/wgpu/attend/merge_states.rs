@@ -42,6 +42,13 @@ pub(super) fn merge_states(shape: &AttentionShape, outputs: WrittenOutputs, merg
     outputs.put(variant)
 }
 
+/// The same kernel for states in several buffers.
+pub(super) fn merge_buffers(variant: Variant) -> Variant {
+    variant
+        .import("state_rows", "attend/states.wgsl#rows_of_buffers")
+        .import("state_buffers", "attend/states.wgsl#four_buffers")
+}
+
 /// Bytes of the states of one row: every query head's output and log-sum-exp, padded to 16 bytes.
 pub(super) const fn state_row_bytes(shape: &AttentionShape) -> u64 {
     (shape.query_heads() * (shape.head_dim() + 4) * 4) as u64

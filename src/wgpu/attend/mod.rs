@@ -21,6 +21,7 @@ mod recipe;
 mod scratch;
 mod shorter_items;
 mod specialisation;
+mod state_buffers;
 mod uncentre_lse;
 
 pub(super) use arithmetic::arithmetic;
@@ -34,6 +35,7 @@ pub use merge_parts::MergePartsPlan;
 pub(super) use recipe::LseOutput;
 pub(super) use scratch::Sizing;
 pub use scratch::{Scratch, ScratchBytes};
+pub use state_buffers::STATE_BUFFERS;
 pub use uncentre_lse::UncentreLsePlan;
 
 use super::device::Variant;

@@ -1,5 +1,6 @@
 //! The scratch memory of a decode step and how a step divides it.
 
+use super::state_buffers::STATE_BUFFERS;
 use crate::Result;
 use crate::wgpu::device::{Capabilities, buffers};
 
@@ -13,8 +14,8 @@ pub struct ScratchBytes {
     pub queries: u64,
     /// Scores and their extremes; only calibrated segments need them.
     pub scores: u64,
-    /// Attention states.
-    pub states: u64,
+    /// Attention states, by buffer. Only steps of several launches need more than the first.
+    pub states: [u64; STATE_BUFFERS],
     /// Counters of workgroups; only steps whose states are merged without a launch of its own need them.
     pub arrived: u64,
 }
@@ -26,7 +27,7 @@ impl ScratchBytes {
             tables: self.tables.max(other.tables),
             queries: self.queries.max(other.queries),
             scores: self.scores.max(other.scores),
-            states: self.states.max(other.states),
+            states: std::array::from_fn(|at| self.states[at].max(other.states[at])),
             arrived: self.arrived.max(other.arrived),
         }
     }
@@ -41,8 +42,8 @@ pub struct Scratch {
     pub queries: wgpu::Buffer,
     /// At least [`ScratchBytes::scores`].
     pub scores: wgpu::Buffer,
-    /// At least [`ScratchBytes::states`].
-    pub states: wgpu::Buffer,
+    /// At least [`ScratchBytes::states`] each.
+    pub states: [wgpu::Buffer; STATE_BUFFERS],
     /// At least [`ScratchBytes::arrived`]. It must be zeroed before the first step, as new buffers are, and must not be
     /// used for anything else. Every step leaves zeros.
     pub arrived: wgpu::Buffer,
@@ -54,13 +55,13 @@ impl Scratch {
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub async fn new(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
-        let [tables, queries, scores, states, arrived] = Self::buffers(bytes);
         let create = |(what, bytes, usage)| buffers::create(device, what, bytes, usage);
+        let [tables, queries, scores, arrived, a, b, c, d] = Self::buffers(bytes);
         Ok(Self {
             tables: create(tables).await?,
             queries: create(queries).await?,
             scores: create(scores).await?,
-            states: create(states).await?,
+            states: [create(a).await?, create(b).await?, create(c).await?, create(d).await?],
             arrived: create(arrived).await?,
         })
     }
@@ -68,19 +69,24 @@ impl Scratch {
     /// [`Scratch::new`] for a caller that cannot wait. In a browser, the next call that waits returns the error.
     pub(in crate::wgpu) fn new_now(device: &wgpu::Device, bytes: ScratchBytes) -> Result<Self> {
         let create = |(what, bytes, usage)| buffers::create_now(device, what, bytes, usage);
-        let [tables, queries, scores, states, arrived] = Self::buffers(bytes).map(create);
-        Ok(Self { tables: tables?, queries: queries?, scores: scores?, states: states?, arrived: arrived? })
+        let [tables, queries, scores, arrived, a, b, c, d] = Self::buffers(bytes).map(create);
+        let states = [a?, b?, c?, d?];
+        Ok(Self { tables: tables?, queries: queries?, scores: scores?, states, arrived: arrived? })
     }
 
-    /// Name, bytes and usage of every buffer, in the order of the fields.
-    fn buffers(bytes: ScratchBytes) -> [(&'static str, u64, wgpu::BufferUsages); 5] {
+    /// Name, bytes and usage of every buffer, in the order of the fields, those of states at the end.
+    fn buffers(bytes: ScratchBytes) -> [(&'static str, u64, wgpu::BufferUsages); 4 + STATE_BUFFERS] {
         let storage = wgpu::BufferUsages::STORAGE;
+        let [a, b, c, d] = bytes.states.map(|bytes| ("attention states", bytes, storage));
         [
             ("tables of a decode step", bytes.tables, storage | wgpu::BufferUsages::COPY_DST),
             ("prepared queries", bytes.queries, storage),
             ("scores", bytes.scores, storage),
-            ("attention states", bytes.states, storage),
             ("counters of workgroups", bytes.arrived, storage),
+            a,
+            b,
+            c,
+            d,
         ]
         // A binding must not be empty, so a buffer that the step does not use still has a word.
         .map(|(what, bytes, usage)| (what, bytes.next_multiple_of(4).max(4), usage))
@@ -92,7 +98,7 @@ impl Scratch {
             tables: self.tables.size(),
             queries: self.queries.size(),
             scores: self.scores.size(),
-            states: self.states.size(),
+            states: self.states.each_ref().map(wgpu::Buffer::size),
             arrived: self.arrived.size(),
         }
     }
@@ -102,7 +108,7 @@ impl Scratch {
         self.tables.size() >= bytes.tables
             && self.queries.size() >= bytes.queries
             && self.scores.size() >= bytes.scores
-            && self.states.size() >= bytes.states
+            && self.states.iter().zip(bytes.states).all(|(states, bytes)| states.size() >= bytes)
             && self.arrived.size() >= bytes.arrived
     }
 }
