@@ -7,10 +7,10 @@
 use std::sync::Arc;
 
 use kvpack::backend::{AttendOptions, Device, Packing, QueryPrecision, SpanWrite, Storage};
-use kvpack::cache::PromptSpan;
+use kvpack::cache::{PromptSpan, StoreId};
 use kvpack::conformance::{self, Check};
 use kvpack::format::{AffineFormat, Grouping, KeyOrValue, TensorFormat};
-use kvpack::plan::{ElementType, Elements, IndexShape, Page, QueryRun, RowLayout, Rows, TokenRange};
+use kvpack::plan::{ElementType, Elements, IndexShape, Page, QueryRun, RowLayout, Rows, Split, TokenRange};
 use kvpack::wgpu::shader::{Binding, Source};
 use kvpack::wgpu::{
     AttendStep, AttendTensors, GatherPlan, Indices, Kernels, Requirements, Scratch, StoreBuffer, Tensor, Wgpu,
@@ -148,20 +148,26 @@ fn no_table_leads_out_of_bounds() {
     let calibrated = (per_channel, Some(Calibration::new(0.0, 3.0).unwrap()));
     let backend = counting();
     for (turn, (format, calibration)) in plain.chain([calibrated]).enumerate() {
-        // Few tokens, whose states `attend` merges itself, and many.
+        // Few tokens, whose states `attend` merges itself, and many in two shards, whose launches write states to buffers
+        // of their own.
         for tokens in if turn % 2 == 0 { [200].as_slice() } else { &[3000] }.iter().copied() {
             let recipe = Recipe::pack_all(format);
             let recipe = calibration.map_or(recipe.clone(), |calibration| recipe.with_calibration(calibration));
             let mut cache = KvCache::new(backend.clone(), shape, 1, recipe).unwrap();
+            for tokens in [1500, 3000].into_iter().filter(|&part| part <= tokens) {
+                block_on(cache.reserve(StoreId::PACKED, tokens)).unwrap();
+            }
             let rows = RowLayout::token_major(tokens, &shape);
             let upload =
                 |seed| block_on(backend.upload(Elements::F32(&values(rows.elements_needed(&shape), seed)))).unwrap();
             let prompt = [PromptSpan::packed(TokenRange::new(0, tokens).unwrap())];
             block_on(cache.prefill(0, rows, &upload(1), &upload(2), &prompt)).unwrap();
             let query = [QueryPrecision::Int16, QueryPrecision::Int8][turn / 2 % 2];
-            let options = AttendOptions { query, ..AttendOptions::default() };
+            let split = Split { tile_step: 1, ..Split::default() };
+            let options = AttendOptions { query, split, ..AttendOptions::default() };
             let plan = cache.plan(&QueryRun::decode_batch(1)).unwrap();
             let step = AttendStep::new(backend.capabilities(), &plan, ElementType::F32, options).unwrap();
+            assert_eq!(step.scratch().states[1] > 0, tokens == 3000, "{format}, {tokens} tokens");
             for (forged, table) in forged_tables(step.tables().len() / 4).into_iter().enumerate() {
                 let row = shape.query_heads() * shape.head_dim();
                 let page = [
@@ -175,14 +181,15 @@ fn no_table_leads_out_of_bounds() {
                 let (queries, output) =
                     (page.slice(CANARIES, row).unwrap(), page.slice(2 * CANARIES + row, row).unwrap());
                 let needed = step.scratch();
-                let [tables, prepared, scores, states, arrived] =
-                    [needed.tables, needed.queries, needed.scores, needed.states, needed.arrived]
+                let [tables, prepared, scores, arrived] =
+                    [needed.tables, needed.queries, needed.scores, needed.arrived]
                         .map(|bytes| guarded(&backend, bytes));
+                let states = needed.states.map(|bytes| guarded(&backend, bytes));
                 let scratch = Scratch {
                     tables: tables.0.clone(),
                     queries: prepared.0.clone(),
                     scores: scores.0.clone(),
-                    states: states.0.clone(),
+                    states: states.each_ref().map(|(states, _)| states.clone()),
                     arrived: arrived.0.clone(),
                 };
                 let tensors = AttendTensors { queries: &queries, output: &output, lse: None };
@@ -198,7 +205,7 @@ fn no_table_leads_out_of_bounds() {
                 let beside =
                     [0..CANARIES, CANARIES + row..2 * CANARIES + row, 2 * CANARIES + 2 * row..3 * CANARIES + 2 * row];
                 assert!(beside.into_iter().flatten().all(|at| page[at] == CANARY), "{what}: beside the tensors");
-                for section in [&tables, &prepared, &scores, &states, &arrived] {
+                for section in [&tables, &prepared, &scores, &arrived].into_iter().chain(&states) {
                     assert!(canaries_live(&backend, section), "{what}: behind a buffer of scratch");
                 }
             }

@@ -56,10 +56,20 @@ pub(super) enum Slot {
     Queries(ScratchSection),
     Scores(ScratchSection),
     /// The states of a step in one of their buffers.
-    States { buffer: usize, section: ScratchSection },
+    States {
+        buffer: usize,
+        section: ScratchSection,
+    },
     Arrived(ScratchSection),
-    Shard { store: usize, shard: u32, part: StoreBuffer },
-    SpanRanges { store: usize, which: KeyOrValue },
+    Shard {
+        store: usize,
+        shard: u32,
+        part: StoreBuffer,
+    },
+    SpanRanges {
+        store: usize,
+        which: KeyOrValue,
+    },
     Input,
     Output,
     Lse,

@@ -6,8 +6,8 @@ use super::merge_states::{MergedStates, merge_buffers, merge_states, state_row_b
 use super::prepare_query::Extremes;
 use super::recipe::{LseOutput, RunItems, Sinks, WrittenOutputs};
 use super::scratch::{Layout, ScratchSection};
-use super::state_buffers::{buffer_of, buffer_rows};
 use super::specialisation::{ItemScoring, MAX_RUN_TILES, MAX_TILES, Specialisation};
+use super::state_buffers::{buffer_of, buffer_rows};
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{Dispatch, ElementType, ItemMask, QueryLayout, Scoring, StateRows, StoreWork, Work};

@@ -10,8 +10,9 @@
 //! the query itself); `scores` for every shard
 //! of a calibrated segment; `attend` for every shard (or `weighted_values` if calibrated, or `attend_run` for many
 //! queries together); and one `merge_states`, unless the last workgroup of `attend` merges, or `attend_run` writes all
-//! outputs. Each launch waits for the
-//! previous one, which costs more than the work of small ones.
+//! outputs. A launch waits for
+//! those before it, which costs more than the work of small ones, but for those of `attend` in a call that submits its
+//! own commands: these write states to buffers of their own (`state_buffers.rs`).
 
 use crate::wgpu::planned::planned;
 use crate::wgpu::sources::SHADERS;
@@ -151,7 +152,7 @@ impl AttendStep {
         mut kept: impl Iterator<Item = &'a Self>,
     ) -> Result<Self> {
         let StepOptions { input, attend, lse, room, rows } = options;
-        let split = split_of(plan, attend.split);
+        let split = split_of(plan, attend.split, room);
         let work = Work::in_blocks(plan, split, block_queries(capabilities, plan, attend))?;
         let layout = Layout::new(capabilities, room, table_bytes(&work));
         let mut builder = Builder { capabilities, work: &work, input, options: attend, lse, layout };

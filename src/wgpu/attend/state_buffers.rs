@@ -62,10 +62,10 @@ mod tests {
     use crate::format::{AttentionShape, SegmentFormat};
     use crate::plan::{AttendPlan, Page, QueryRun, SpanView, Split, StoreView};
 
-    /// Work over a span of 600 tokens, with two tiles in each of two shards and the last in a third.
+    /// Work over a span of five tiles, three in one shard and two in another.
     fn work(queries: usize, block_queries: usize) -> Work {
         let shape = AttentionShape::new(4, 2, 64).unwrap();
-        let pages: Vec<Page> = (0..5).map(|page| Page { shard: page / 2, index: page % 2 }).collect();
+        let pages: Vec<Page> = (0..5).map(|page| Page { shard: page / 3, index: page % 3 }).collect();
         let span = SpanView { sequence: 0, start: 0, tokens: 600, gathered: None, pages: &pages, range_slot: 0 };
         let view = StoreView { format: SegmentFormat::F16, calibration: None, spans: vec![span] };
         let plan = AttendPlan::new(shape, &[QueryRun::causal(0, queries)], &[view]).unwrap();
@@ -74,8 +74,8 @@ mod tests {
 
     #[test]
     fn every_shard_has_a_buffer() {
-        assert_eq!(buffer_rows(&work(1, 1), Sizing::Exact, 1), Some(vec![[0, 2, 4, 5, 5]]));
-        let of_two = [[0, 2, 4, 5, 5], [5, 7, 9, 10, 10]];
+        assert_eq!(buffer_rows(&work(1, 1), Sizing::Exact, 1), Some(vec![[0, 3, 5, 5, 5]]));
+        let of_two = [[0, 3, 5, 5, 5], [5, 8, 10, 10, 10]];
         assert_eq!(buffer_rows(&work(2, 1), Sizing::Exact, 1), Some(of_two.to_vec()));
     }
 
@@ -83,7 +83,7 @@ mod tests {
     fn other_steps_keep_to_one() {
         assert_eq!(buffer_rows(&work(1, 1), Sizing::Classes { parts: 1 }, 1), None);
         assert_eq!(buffer_rows(&work(1, 1), Sizing::Exact, MOST_BYTES), None);
-        // Both queries share what lies before the last token, and the second has that alone.
+        // Both queries share all tiles but the last, which each has alone, in a dispatch before that of the others.
         assert_eq!(buffer_rows(&work(2, 2), Sizing::Exact, 1), None);
         assert_eq!([0, 3, 4, 9].map(buffer_of), [0, 3, 3, 3]);
     }
