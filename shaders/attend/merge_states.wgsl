@@ -13,16 +13,17 @@
 // In bounds: what the table of states holds is clamped to the states that are bound; surplus invocations own a list
 // index past LISTS and read nothing. The divisor is at least 1: the largest weight, or 1 where there is none.
 //
-// gives: states, QUERY_HEADS, FIELDS, STATE_ROW
-// binds: 7 states
-// set by plans: HEAD_DIM, QUERY_HEADS, MERGED_HEADS
+// gives: state_rows, states, QUERY_HEADS, FIELDS, STATE_ROW
+// binds: 0 state_rows, 7 states
+// set by plans: HEAD_DIM, QUERY_HEADS, MERGED_HEADS, ROW_WORDS
 
 // import output = attend/output.wgsl#f32
 // import lse = attend/lse.wgsl
-// import state_rows = attend/states.wgsl#rows
 // import attend/states.wgsl#join_states
 // import sinks = attend/sinks.wgsl
 
+// The states of every row: the first, where those of each buffer end if there are several, and one past the last.
+@group(0) @binding(0) var<storage, read> state_rows: array<u32>;
 @group(0) @binding(7) var<storage, read> states: array<vec4<f32>>;
 
 const INVOCATIONS: u32 = 128u;
@@ -34,6 +35,7 @@ const LISTS: u32 = INVOCATIONS / FIELDS;
 const MERGED_HEADS: u32 = 1u;
 const HEAD_LISTS: u32 = LISTS / MERGED_HEADS;
 const STATE_ROW: u32 = FIELDS + 1u;
+const ROW_WORDS: u32 = 2u;
 const WRITTEN: u32 = 0xffffffffu;
 
 var<workgroup> list_sums: array<vec4<f32>, INVOCATIONS>;
@@ -42,16 +44,19 @@ var<workgroup> list_weights: array<vec2<f32>, INVOCATIONS>;
 
 @compute @workgroup_size(128)
 fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
-    let of_row = states_of(group.x);
-    if (of_row.x == WRITTEN) {
+    let at = group.x * ROW_WORDS;
+    let begin = state_rows[at];
+    if (begin == WRITTEN) {
         return;
     }
+    let end = state_rows[at + ROW_WORDS - 1u];
+    find_buffers(at);
     let list = invocation / FIELDS;
     let field = invocation % FIELDS;
     let head = group.y * MERGED_HEADS + list / HEAD_LISTS;
     var joined = Joined(vec4<f32>(0f), 0f, NO_LSE);
     if (list < LISTS) {
-        joined = join_states(of_row.x + list % HEAD_LISTS, of_row.y, HEAD_LISTS, head, field);
+        joined = join_states(begin + list % HEAD_LISTS, end, HEAD_LISTS, head, field);
     }
     list_sums[invocation] = joined.sum;
     list_weights[invocation] = vec2<f32>(joined.weight_sum, joined.largest);

@@ -40,7 +40,7 @@ fn write_state_lse(item: WorkItem, y: u32, head: u32, lse: f32) {
 // set by plans: AT_ONCE
 
 // import attend/states.wgsl#joined
-// import state_buffers = attend/states.wgsl#one_buffer
+// import state_buffers = attend/state_buffers.wgsl
 
 // Number of states whose loads are in flight together.
 const AT_ONCE: u32 = 8u;
@@ -75,73 +75,6 @@ fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field:
         }
     }
     return joined;
-}
-
-// -------- one_buffer --------
-
-// All states lie in one buffer.
-//
-// needs: states
-// gives: read_state
-
-fn read_state(state: u32, index: u32) -> vec4<f32> {
-    return states[index];
-}
-
-// -------- four_buffers --------
-
-// A state lies in the buffer that its launch writes, at the place that it would have in a single one. The states of a
-// query lie in the order of the buffers. All buffers are bound with as many bytes.
-//
-// needs: buffer_ends, states
-// gives: read_state
-// binds: 10 second_states, 12 third_states, 13 fourth_states
-
-@group(0) @binding(10) var<storage, read> second_states: array<vec4<f32>>;
-@group(0) @binding(12) var<storage, read> third_states: array<vec4<f32>>;
-@group(0) @binding(13) var<storage, read> fourth_states: array<vec4<f32>>;
-
-fn read_state(state: u32, index: u32) -> vec4<f32> {
-    if (state < buffer_ends.x) {
-        return states[index];
-    }
-    if (state < buffer_ends.y) {
-        return second_states[index];
-    }
-    if (state < buffer_ends.z) {
-        return third_states[index];
-    }
-    return fourth_states[index];
-}
-
-// -------- rows --------
-
-// The states of every query: the first, and one past the last.
-//
-// gives: states_of
-// binds: 0 state_rows
-
-@group(0) @binding(0) var<storage, read> state_rows: array<vec2<u32>>;
-
-fn states_of(row: u32) -> vec2<u32> {
-    return state_rows[row];
-}
-
-// -------- rows_of_buffers --------
-
-// The states of every query: the first, and for each of four buffers one past the last in it and in those before.
-//
-// gives: buffer_ends, states_of
-// binds: 0 state_rows
-
-@group(0) @binding(0) var<storage, read> state_rows: array<array<u32, 5>>;
-
-var<private> buffer_ends: vec3<u32>;
-
-fn states_of(row: u32) -> vec2<u32> {
-    let of_row = state_rows[row];
-    buffer_ends = vec3<u32>(of_row[1], of_row[2], of_row[3]);
-    return vec2<u32>(of_row[0], of_row[4]);
 }
 
 // -------- joined --------

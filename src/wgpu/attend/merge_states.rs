@@ -2,6 +2,7 @@
 
 use super::recipe::WrittenOutputs;
 use super::specialisation::INVOCATIONS;
+use super::state_buffers::STATE_BUFFERS;
 use crate::format::AttentionShape;
 use crate::wgpu::device::Variant;
 use crate::wgpu::sources::SHADERS;
@@ -44,9 +45,7 @@ pub(super) fn merge_states(shape: &AttentionShape, outputs: WrittenOutputs, merg
 
 /// The same kernel for states in several buffers.
 pub(super) fn merge_buffers(variant: Variant) -> Variant {
-    variant
-        .import("state_rows", "attend/states.wgsl#rows_of_buffers")
-        .import("state_buffers", "attend/states.wgsl#four_buffers")
+    variant.import("state_buffers", "attend/state_buffers.wgsl#four").constant("ROW_WORDS", 1 + STATE_BUFFERS)
 }
 
 /// Bytes of the states of one row: every query head's output and log-sum-exp, padded to 16 bytes.

@@ -1125,9 +1125,10 @@ fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field:
         var lse: array<f32, AT_ONCE>;
         // unroll
         for (var i = 0u; i < AT_ONCE; i++) {
-            let row = (min(next + i * stride, end - 1u) * QUERY_HEADS + query_head) * STATE_ROW;
-            outputs_read[i] = states[row + field];
-            lse[i] = select(NO_LSE, states[row + FIELDS].x, next + i * stride < end);
+            let state = min(next + i * stride, end - 1u);
+            let row = (state * QUERY_HEADS + query_head) * STATE_ROW;
+            outputs_read[i] = read_state(state, row + field);
+            lse[i] = select(NO_LSE, read_state(state, row + FIELDS).x, next + i * stride < end);
         }
         let before = joined.largest;
         // unroll
@@ -1145,6 +1146,12 @@ fn join_states(first: u32, wanted_end: u32, stride: u32, query_head: u32, field:
         }
     }
     return joined;
+}
+
+// Of attend/state_buffers.wgsl, by default:
+
+fn read_state(state: u32, index: u32) -> vec4<f32> {
+    return states[index];
 }
 
 // States that were joined: sums relative to the largest log-sum-exp.
