@@ -107,7 +107,7 @@ struct StateMerging {
     by: Merging,
     states: ScratchSection,
     /// Whether launches write their states to different buffers.
-    beside: bool,
+    by_launch: bool,
     arrived: ScratchSection,
 }
 
@@ -197,7 +197,7 @@ impl Builder<'_> {
             many_states: self.work.most_states() > MOST_MERGED_STATES,
             state_rows,
             sinks: self.sinks(),
-            merging: StateMerging { beside: buffer_rows.is_some(), ..merging },
+            merging: StateMerging { by_launch: buffer_rows.is_some(), ..merging },
         }
     }
 
@@ -234,7 +234,7 @@ impl Builder<'_> {
         launches.extend(segments().flat_map(|(at, (segment, sections))| self.scores(at, segment, sections)));
         launches
             .extend(segments().flat_map(|(at, (segment, sections))| self.attend(at, (segment, sections), decisions)));
-        if merging.beside {
+        if merging.by_launch {
             self.part_states(&mut launches, merging.states);
         }
         if merging.by == Merging::Launch {
@@ -257,7 +257,7 @@ impl Builder<'_> {
             ("state_rows", Slot::Tables(decisions.state_rows)),
             ("states", Slot::States { buffer: 0, section: decisions.merging.states }),
         ];
-        if decisions.merging.beside {
+        if decisions.merging.by_launch {
             let names = ["second_states", "third_states", "fourth_states"];
             let slot = |buffer| Slot::States { buffer, section: decisions.merging.states };
             buffers.extend(names.into_iter().zip((1..).map(slot)));
@@ -269,7 +269,7 @@ impl Builder<'_> {
             false => MergedStates::Many,
         };
         PlannedLaunch {
-            variant: match decisions.merging.beside {
+            variant: match decisions.merging.by_launch {
                 true => merge_buffers(merge_states(shape, self.outputs(decisions), merged)),
                 false => merge_states(shape, self.outputs(decisions), merged),
             },
@@ -311,7 +311,7 @@ impl Builder<'_> {
             false if self.work.rows().iter().all(|rows| *rows == StateRows::WRITTEN) => Merging::None,
             false => Merging::Launch,
         };
-        StateMerging { by, states, beside: false, arrived }
+        StateMerging { by, states, by_launch: false, arrived }
     }
 
     /// Whether every workgroup of `attend` prepares the query of a segment itself.

@@ -10,7 +10,7 @@ const MOST_TIMES: u64 = 4;
 
 /// The split of a plan: the given one, or more items where all runs decode over several shards in an engine's pass.
 ///
-/// Every shard is a launch of its own. In a call that submits its own commands they run beside each other: see
+/// Every shard is a launch of its own. In a call that submits its own commands they run side by side: see
 /// [`buffer_rows`](super::state_buffers::buffer_rows). In an engine's pass they do not, so that `target_items` for all
 /// of them leave a small shard too few to keep the device busy. Smaller items cost more at their start and their end than they gain where tiles
 /// have few bytes. On an H200, one query for each of 8 sequences of 32k tokens in shards of 256, 256, 512 and 1024 pages:

@@ -1,4 +1,4 @@
-//! The buffers of attention states. Launches that write different ones run beside each other.
+//! The buffers of attention states. Launches that write different ones run side by side.
 
 use super::scratch::Sizing;
 use crate::plan::{Dispatch, StateRows, StoreWork, Work, WorkItem};
