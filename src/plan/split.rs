@@ -8,9 +8,9 @@ use crate::counts::whole;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Split {
     /// Number of work items to aim for in each segment, over all KV heads, counted once per four query heads of a KV
-    /// head. It should fill the device a few times: a segment is a launch, and through wgpu every shard is one. Launches in
-    /// an engine's pass do not overlap there: its steps of decoding over several shards aim for up to four times as
-    /// many.
+    /// head. It should fill the device a few times: a segment is a launch, and through wgpu every shard is one. There,
+    /// launches in an engine's pass do not overlap: its steps of decoding over several shards aim for up to four times
+    /// as many.
     pub target_items: usize,
     /// Tiles of an item are a multiple of this (except at the end of a span).
     pub tile_step: usize,

@@ -27,7 +27,7 @@ pub(super) struct Decisions {
     block_queries: usize,
     /// Whether a query has more states than are merged without a launch.
     many_states: bool,
-    /// The states of every query: of several buffers where they are in several.
+    /// The states of every query, by buffer where launches write to several.
     state_rows: ScratchSection,
     sinks: Option<ScratchSection>,
     merging: StateMerging,

@@ -11,8 +11,8 @@
 //! of a calibrated segment; `attend` for every shard (or `weighted_values` if calibrated, or `attend_run` for many
 //! queries together); and one `merge_states`, unless the last workgroup of `attend` merges, or `attend_run` writes all
 //! outputs. A launch waits for
-//! those before it, which costs more than the work of small ones, but for those of `attend` in a call that submits its
-//! own commands: these write states to buffers of their own (`state_buffers.rs`).
+//! those before it, which costs more than the work of small ones. In a call that submits its own commands the launches of
+//! `attend` do not wait: each writes its states to a buffer of its own (`state_buffers.rs`).
 
 use crate::wgpu::planned::planned;
 use crate::wgpu::sources::SHADERS;

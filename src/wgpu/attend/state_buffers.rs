@@ -7,8 +7,7 @@ use crate::plan::{Dispatch, StateRows, StoreWork, Work, WorkItem};
 /// need, no more than the eight storage buffers that every device has.
 pub const STATE_BUFFERS: usize = 4;
 
-/// Most bytes of states of a step that uses all buffers. A step with more runs long enough to fill a device launch by
-/// launch.
+/// Most bytes of states of a step that uses all buffers: scratch then takes four times as many.
 const MOST_BYTES: u64 = 64 << 20;
 
 /// The states of a query by buffer, in the layout of the kernel: its first state, and for every buffer one past the last
