@@ -2,7 +2,7 @@
 
 use kvpack::cache::TokenRun;
 use kvpack::plan::{ElementType, RowLayout};
-use kvpack::wgpu::{LayerTensors, ModelStep};
+use kvpack::wgpu::{LayerTensors, ModelStep, STATE_BUFFERS};
 use pollster::block_on;
 
 use crate::gpu_device;
@@ -68,7 +68,8 @@ fn steps_of_one_device_share_scratch() {
     });
     let buffers: Vec<isize> = buffers.collect();
     // Prepared queries, scores, states and counters, and a word that stands for their tables.
-    assert_eq!(buffers[1..], [buffers[0] - 5; LAYERS - 1]);
+    let shared = 4 + STATE_BUFFERS as isize;
+    assert_eq!(buffers[1..], [buffers[0] - shared; LAYERS - 1]);
     // Once no step is bound, the next makes them again.
     kept.clear();
     let [before, ..] = made(backend.device());
