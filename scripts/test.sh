@@ -346,7 +346,7 @@ safe_checks() {
         stage gpu-safe-checks on "$first" program gpu_conformance
 }
 # Without these checks, that path runs what compares kernels with their CPU twins.
-floor() { KVPACK_PATH=floor stage gpu-floor on "$first" program gpu "${kernels[@]}"; }
+floor() { KVPACK_PATH=floor stage gpu-floor on "$first" program gpu "${kernels[@]}" "${of_the_host[@]}"; }
 # The examples compare their outputs with the CPU and with f64. Building the tests builds them too.
 example() {
     local folder="${CARGO_TARGET_DIR:-target}/debug/examples"
