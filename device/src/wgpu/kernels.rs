@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use futures::future::join_all;
 
@@ -38,7 +38,7 @@ pub struct Kernels {
     checks: Checks,
     /// The count of indices out of bounds, if the kernels count them.
     counter: Option<wgpu::Buffer>,
-    compiled: Mutex<HashMap<(Variant, Checks), Arc<Kernel>>>,
+    compiled: Mutex<HashMap<Variant, HashMap<Checks, Arc<Kernel>>>>,
     /// The driver's cache of compiled kernels, if the caller keeps one.
     pipelines: Option<wgpu::PipelineCache>,
     submissions: Submissions,
@@ -127,13 +127,12 @@ impl Kernels {
     /// [`Error::Plan`] for a variant that does not exist; [`Error::Gpu`] when the driver rejects a shader. The shaders
     /// that it accepts stay compiled.
     pub async fn prepare(&self, variants: &[Variant]) -> Result<()> {
-        let keys = variants.iter().map(|variant| (variant.clone(), self.checks));
-        let missing: Vec<_> = keys.filter(|key| !self.lock().contains_key(key)).collect();
-        let compiled = missing.into_iter().map(async |key| {
-            let source = key.0.source()?;
-            let create = || self.create(&key.0, source, key.1);
+        let is_missing = |variant: &&Variant| self.compiled(variant, self.checks).is_none();
+        let compiled = variants.iter().filter(is_missing).map(async |variant| {
+            let source = variant.source()?;
+            let create = || self.create(variant, source, self.checks);
             let kernel = guard::captured(&self.device, COMPILATION, create).await?;
-            self.lock().entry(key).or_insert_with(|| Arc::new(kernel));
+            self.keep(variant, self.checks, kernel);
             Ok(())
         });
         join_all(compiled).await.into_iter().collect()
@@ -151,18 +150,24 @@ impl Kernels {
     /// reports the rejection later: the next call that waits returns it, and so does each waiting call after a use of
     /// the kernel.
     pub(super) fn get(&self, variant: &Variant, checks: Checks) -> Result<Arc<Kernel>> {
-        let key = (variant.clone(), checks);
-        if let Some(kernel) = self.lock().get(&key) {
-            return Ok(kernel.clone());
+        if let Some(kernel) = self.compiled(variant, checks) {
+            return Ok(kernel);
         }
         // Compiled outside the lock: a driver may take seconds. Two threads that race compile the same kernel.
         let source = variant.source()?;
         let kernel = guard::captured_now(&self.device, COMPILATION, || self.create(variant, source, checks))?;
-        Ok(self.lock().entry(key).or_insert_with(|| Arc::new(kernel)).clone())
+        Ok(self.keep(variant, checks, kernel))
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<(Variant, Checks), Arc<Kernel>>> {
-        self.compiled.lock().unwrap_or_else(PoisonError::into_inner)
+    fn compiled(&self, variant: &Variant, checks: Checks) -> Option<Arc<Kernel>> {
+        let kept = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.get(variant)?.get(&checks).cloned()
+    }
+
+    /// Keeps a kernel, unless another thread has kept one meanwhile. Returns the one that is kept.
+    fn keep(&self, variant: &Variant, checks: Checks, kernel: Kernel) -> Arc<Kernel> {
+        let mut kept = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.entry(variant.clone()).or_default().entry(checks).or_insert_with(|| Arc::new(kernel)).clone()
     }
 
     fn create(&self, variant: &Variant, source: Source, checks: Checks) -> Kernel {

@@ -7,20 +7,20 @@
 //!
 //! The launches of a step, in order: `prepare_query` for every segment that is calibrated, has rotated keys, or has
 //! items of `attend_run` that do not read queries as they were given (for others every workgroup of `attend` prepares
-//! the query itself); `scores` for every shard
-//! of a calibrated segment; `attend` for every shard (or `weighted_values` if calibrated, or `attend_run` for many
-//! queries together); and one `merge_states`, unless the last workgroup of `attend` merges, or `attend_run` writes all
-//! outputs. A launch waits for
-//! those before it, which costs more than the work of small ones. In a call that submits its own commands the launches of
-//! `attend` do not wait: each writes its states to a buffer of its own (`state_buffers.rs`).
+//! the query itself); `scores` for every shard of a calibrated segment; `attend` for every shard (or `weighted_values`
+//! if calibrated, or `attend_run` for many queries together); and one `merge_states`, unless the last workgroup of
+//! `attend` merges, or `attend_run` writes all outputs. A launch waits for those before it, which costs more than the
+//! work of small ones. In a call that submits its own commands the launches of `attend` do not wait: each writes its
+//! states to a buffer of its own (`state_buffers.rs`).
 
 use crate::wgpu::planned::planned;
 use crate::wgpu::sources::SHADERS;
 use std::sync::Arc;
 
-use super::attend_buffers::{AttendTensors, BoundBuffers, PlannedLaunch, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
-use super::attend_launches::{Builder, Decisions, with_rows};
+use super::attend_buffers::{AttendTensors, BoundBuffers, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
+use super::attend_launches::{Builder, with_rows};
 use super::block_queries::block_queries;
+use super::decided_launches::DecidedLaunches;
 use super::recipe::LseOutput;
 use super::scratch::{Layout, Scratch, ScratchBytes, Sizing};
 use super::shorter_items::split_of;
@@ -44,9 +44,7 @@ pub struct AttendStep {
     lse: LseOutput,
     /// What the work was cut from. None in a step that cannot grow.
     growing: Option<GrowingWork>,
-    options: StepOptions,
-    decisions: Decisions,
-    launches: Arc<[PlannedLaunch]>,
+    decided: Arc<DecidedLaunches>,
     /// Workgroups of the launches.
     grids: Vec<[u32; 3]>,
     tables: Vec<u8>,
@@ -112,7 +110,12 @@ impl AttendStep {
         options: AttendOptions,
     ) -> Result<Self> {
         let (lse, room, rows) = (LseOutput::None, Sizing::Exact, [None; 2]);
-        Self::decide(capabilities, plan, StepOptions { input, attend: options, lse, room, rows }, std::iter::empty())
+        Self::with_options(
+            capabilities,
+            plan,
+            StepOptions { input, attend: options, lse, room, rows },
+            std::iter::empty(),
+        )
     }
 
     /// [`AttendStep::new`] for a step that returns attention states: the output and the log-sum-exp of every query and
@@ -127,29 +130,23 @@ impl AttendStep {
         options: AttendOptions,
     ) -> Result<Self> {
         let (lse, room, rows) = (LseOutput::F32, Sizing::Exact, [None; 2]);
-        Self::decide(capabilities, plan, StepOptions { input, attend: options, lse, room, rows }, std::iter::empty())
+        Self::with_options(
+            capabilities,
+            plan,
+            StepOptions { input, attend: options, lse, room, rows },
+            std::iter::empty(),
+        )
     }
 
-    /// [`AttendStep::new`] with sizes of tables and scratch that many steps share, so that bindings for one serve the
-    /// others: see [`AttendStep::is_bound_like`]. Its launches are those of the first kept step of the same device,
-    /// options and decisions.
+    /// [`AttendStep::new`] with all options. It takes the launches of `kept` that were decided alike, if there are any.
     ///
     /// # Errors
     /// As [`AttendStep::new`].
-    pub(in crate::wgpu) fn with_room<'a>(
+    pub(in crate::wgpu) fn with_options<'a>(
         capabilities: &Capabilities,
         plan: &AttendPlan,
         options: StepOptions,
-        kept: impl Iterator<Item = &'a Self>,
-    ) -> Result<Self> {
-        Self::decide(capabilities, plan, options, kept)
-    }
-
-    fn decide<'a>(
-        capabilities: &Capabilities,
-        plan: &AttendPlan,
-        options: StepOptions,
-        mut kept: impl Iterator<Item = &'a Self>,
+        kept: impl Iterator<Item = &'a Arc<DecidedLaunches>>,
     ) -> Result<Self> {
         let StepOptions { input, attend, lse, room, rows } = options;
         let split = split_of(plan, attend.split, room);
@@ -158,13 +155,9 @@ impl AttendStep {
         let mut builder = Builder { capabilities, work: &work, input, options: attend, lse, layout };
         builder.check_tiles()?;
         let decisions = builder.decide();
-        let kept =
-            kept.find(|step| step.options == options && step.decisions == decisions).map(|step| step.launches.clone());
-        let fresh = || builder.with_rows(builder.launches(&decisions), rows);
-        debug_assert!(kept.as_ref().is_none_or(|kept| **kept == *fresh()), "decisions leave something out");
-        let launches = kept.unwrap_or_else(|| fresh().into());
+        let decided = DecidedLaunches::like(kept, &builder, options, decisions);
         let Layout { tables, scratch, .. } = builder.layout;
-        let grids = launches.iter().map(|launch| launch.grid.workgroups(&work)).collect();
+        let grids = decided.launches.iter().map(|launch| launch.grid.workgroups(&work)).collect();
         let dense = QueryLayout::dense(work.shape());
         let [query_rows, output_rows] = rows.map(|rows| rows.unwrap_or(dense));
         let (path, output) = (capabilities.path(), attend.output);
@@ -177,9 +170,7 @@ impl AttendStep {
             output_rows,
             lse,
             growing: (room != Sizing::Exact).then(|| GrowingWork::new(plan)),
-            options,
-            decisions,
-            launches,
+            decided,
             grids,
             tables,
             scratch,
@@ -191,13 +182,13 @@ impl AttendStep {
     /// Makes this the step of another plan, if that differs from its own by a few tokens of sequences that decode,
     /// within their pages. Otherwise returns false, and only its launches are of use any more. Takes next to no memory.
     pub(in crate::wgpu) fn grow(&mut self, plan: &AttendPlan, options: StepOptions) -> bool {
-        let Self { growing, work, decisions, tables, options: own, .. } = self;
-        let grows = |growing: &mut GrowingWork| *own == options && growing.grow(work, plan);
+        let Self { growing, work, decided, tables, .. } = self;
+        let grows = |growing: &mut GrowingWork| decided.options == options && growing.grow(work, plan);
         if !growing.as_mut().is_some_and(grows) {
             *growing = None; // it may no longer be what the work was cut from
             return false;
         }
-        decisions.write_items(work, tables);
+        decided.decisions.write_items(work, tables);
         true
     }
 
@@ -206,15 +197,19 @@ impl AttendStep {
     /// step.
     #[must_use]
     pub fn with_query_layout(self, rows: QueryLayout) -> Self {
-        let launches = with_rows(&self.launches, &STRIDED_QUERIES, rows, self.work.shape()).into();
-        Self { query_rows: rows, launches, ..self }
+        let launches = with_rows(&self.decided.launches, &STRIDED_QUERIES, rows, self.work.shape());
+        let mut decided = DecidedLaunches { launches, ..(*self.decided).clone() };
+        decided.options.rows[0] = Some(rows);
+        Self { query_rows: rows, decided: Arc::new(decided), ..self }
     }
 
     /// The same step for outputs with this layout; see [`AttendStep::with_query_layout`].
     #[must_use]
     pub fn with_output_layout(self, rows: QueryLayout) -> Self {
-        let launches = with_rows(&self.launches, &STRIDED_OUTPUTS, rows, self.work.shape()).into();
-        Self { output_rows: rows, launches, ..self }
+        let launches = with_rows(&self.decided.launches, &STRIDED_OUTPUTS, rows, self.work.shape());
+        let mut decided = DecidedLaunches { launches, ..(*self.decided).clone() };
+        decided.options.rows[1] = Some(rows);
+        Self { output_rows: rows, decided: Arc::new(decided), ..self }
     }
 
     /// The work items of the step.
@@ -237,14 +232,19 @@ impl AttendStep {
         &self.tables
     }
 
+    /// Its launches, and what they were decided from.
+    pub(in crate::wgpu) const fn decided(&self) -> &Arc<DecidedLaunches> {
+        &self.decided
+    }
+
     /// The kernel variants of the step, for [`Kernels::prepare`].
     pub fn variants(&self) -> Vec<Variant> {
-        self.launches.iter().map(|launch| launch.variant.clone()).collect()
+        self.decided.launches.iter().map(|launch| launch.variant.clone()).collect()
     }
 
     /// Labels of the launches, in order.
     pub fn launch_labels(&self) -> Vec<String> {
-        self.launches.iter().map(|launch| launch.variant.label()).collect()
+        self.decided.launches.iter().map(|launch| launch.variant.label()).collect()
     }
 
     /// Looks up the kernels (compiling those that [`Kernels::prepare`] has not) and creates the bind groups.
@@ -282,7 +282,7 @@ impl AttendStep {
     /// their parts are the same.
     pub(in crate::wgpu) fn is_bound_like(&self, other: &Self) -> bool {
         self.scratch == other.scratch
-            && (Arc::ptr_eq(&self.launches, &other.launches) || self.launches == other.launches)
+            && (Arc::ptr_eq(&self.decided, &other.decided) || self.decided.launches == other.decided.launches)
     }
 
     /// Checks that tensors have at least the rows of the plan.
@@ -308,6 +308,7 @@ impl AttendStep {
         self.check_scratch(scratch, tables_at)?;
         let buffers = BoundBuffers { stores, scratch, tables_at, tensors };
         let launches = self
+            .decided
             .launches
             .iter()
             .zip(self.grids())

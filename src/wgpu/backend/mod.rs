@@ -19,7 +19,8 @@ use crate::plan::{
     copy_table, windows_layout, windows_table,
 };
 use crate::wgpu::attend::{
-    AttendStep, AttendTensors, MergePairPlan, MergePartsPlan, Scratch, ScratchBytes, UncentreLsePlan, arithmetic,
+    AttendTensors, LseOutput, MergePairPlan, MergePartsPlan, RecentLaunches, Scratch, ScratchBytes, UncentreLsePlan,
+    arithmetic,
 };
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::{
@@ -79,6 +80,8 @@ pub struct Wgpu {
     scratch: Arc<Mutex<Option<Scratch>>>,
     /// What the steps that engines encode share, as long as one of them is bound.
     step_scratch: Arc<Mutex<Weak<Scratch>>>,
+    /// Launches of the last calls that submit their own commands.
+    recent: Arc<RecentLaunches>,
 }
 
 impl Wgpu {
@@ -98,7 +101,14 @@ impl Wgpu {
     /// [`Error::Limit`](crate::Error::Limit) when the device is below the floor: see [`Capabilities::from_device`].
     pub fn with_kernels(queue: wgpu::Queue, kernels: Arc<Kernels>) -> Result<Self> {
         let capabilities = Capabilities::from_device(kernels.device())?;
-        Ok(Self { queue, kernels, capabilities, scratch: Arc::default(), step_scratch: Arc::default() })
+        Ok(Self {
+            queue,
+            kernels,
+            capabilities,
+            scratch: Arc::default(),
+            step_scratch: Arc::default(),
+            recent: Arc::default(),
+        })
     }
 
     /// The backend on a device of its own: that of the named adapter, or of the best one, see
@@ -424,7 +434,7 @@ impl Attention for Wgpu {
         plan.check_elements("queries", queries.elements())?;
         plan.check_elements("output", output.elements())?;
         let options = AttendOptions { output: output.element_type(), ..options };
-        let step = AttendStep::new(&self.capabilities, plan, queries.element_type(), options)?;
+        let step = self.planned_step(plan, queries.element_type(), options, LseOutput::None)?;
         self.run_step(&step, stores, AttendTensors { queries, output, lse: None }).await
     }
 
@@ -437,7 +447,7 @@ impl Attention for Wgpu {
     ) -> Result<AttentionStates<Tensor>> {
         plan.check_elements("queries", queries.elements())?;
         let options = AttendOptions { output: ElementType::F32, ..options };
-        let step = AttendStep::states(&self.capabilities, plan, queries.element_type(), options)?;
+        let step = self.planned_step(plan, queries.element_type(), options, LseOutput::F32)?;
         let states = self.zeroed_states(plan.shape(), plan.rows())?;
         let tensors = AttendTensors { queries, output: &states.outputs, lse: Some(&states.lse) };
         self.run_step(&step, stores, tensors).await?;

@@ -4,9 +4,9 @@ use std::sync::PoisonError;
 
 use super::Wgpu;
 use crate::Result;
-use crate::backend::WriteInput;
-use crate::plan::WriteTable;
-use crate::wgpu::attend::{AttendStep, AttendTensors, Scratch, ScratchBytes};
+use crate::backend::{AttendOptions, WriteInput};
+use crate::plan::{AttendPlan, ElementType, WriteTable};
+use crate::wgpu::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, Sizing, StepOptions};
 use crate::wgpu::device::guard::Request;
 use crate::wgpu::device::{Launches, Store, Tensor, guard};
 use crate::wgpu::pack::{NonFiniteFlags, StoreStep, WriteMemory};
@@ -31,6 +31,20 @@ impl Wgpu {
             return Ok(());
         }
         stores.iter().try_for_each(|store| store.encoders().check_submitted(self.device(), what))
+    }
+
+    /// The step of a call, with the launches of an earlier call where it was like it.
+    pub(super) fn planned_step(
+        &self,
+        plan: &AttendPlan,
+        input: ElementType,
+        attend: AttendOptions,
+        lse: LseOutput,
+    ) -> Result<AttendStep> {
+        let options = StepOptions { input, attend, lse, room: Sizing::Exact, rows: [None; 2] };
+        let step = AttendStep::with_options(&self.capabilities, plan, options, self.recent.kept().iter())?;
+        self.recent.keep(step.decided());
+        Ok(step)
     }
 
     /// Uploads the tables of a step and submits its launches.

@@ -232,7 +232,7 @@ impl ModelStep {
             return Ok(false);
         }
         let tables = bound.class.plan().tables();
-        let planned = || AttendStep::with_room(self.backend.capabilities(), part.plan, options, std::iter::empty());
+        let planned = || AttendStep::with_options(self.backend.capabilities(), part.plan, options, std::iter::empty());
         debug_assert!(planned().is_ok_and(|planned| planned.tables() == tables), "the step is not as it is planned");
         // Pages and slots are those of the step before, over the same layout.
         part.table.check_rows(self.tensors.rows())?;
@@ -243,8 +243,8 @@ impl ModelStep {
     fn plan(&self, part: &OpenStep<'_, Store, NonFiniteFlags>, layers: &[usize], parts: usize) -> Result<AttendStep> {
         self.tensors.check(part)?;
         let options = self.options(part.query, parts);
-        let kept = self.bound.of(layers[0]).map(|bound| bound.class.plan());
-        let plan = AttendStep::with_room(self.backend.capabilities(), part.plan, options, kept)?;
+        let kept = self.bound.of(layers[0]).map(|bound| bound.class.plan().decided());
+        let plan = AttendStep::with_options(self.backend.capabilities(), part.plan, options, kept)?;
         layers.iter().try_for_each(|&layer| plan.check_rows(self.tensors.attended(layer)))?;
         Ok(plan)
     }

@@ -92,7 +92,7 @@ impl ModelStep {
                     let (capabilities, options) = (self.backend.capabilities(), self.options(query, 1));
                     let plan = attention.score(plan)?;
                     variants
-                        .extend(AttendStep::with_room(capabilities, &plan, options, std::iter::empty())?.variants());
+                        .extend(AttendStep::with_options(capabilities, &plan, options, std::iter::empty())?.variants());
                 }
             }
         }
