@@ -17,7 +17,7 @@ use crate::wgpu::planned::planned;
 use crate::wgpu::sources::SHADERS;
 use std::sync::Arc;
 
-use super::attend_buffers::{AttendTensors, BoundBuffers, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot};
+use super::attend_buffers::{AttendTensors, BoundBuffers, STRIDED_OUTPUTS, STRIDED_QUERIES, Slot, Strided};
 use super::attend_launches::{Builder, with_rows};
 use super::block_queries::block_queries;
 use super::decided_launches::DecidedLaunches;
@@ -36,12 +36,6 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     work: Work,
-    path: Path,
-    input: ElementType,
-    output: ElementType,
-    query_rows: QueryLayout,
-    output_rows: QueryLayout,
-    lse: LseOutput,
     /// What the work was cut from. None in a step that cannot grow.
     growing: Option<GrowingWork>,
     decided: Arc<DecidedLaunches>,
@@ -51,7 +45,7 @@ pub struct AttendStep {
     scratch: ScratchBytes,
 }
 
-/// What all steps of an engine's layers have in common.
+/// What a step depends on besides its plan and its device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::wgpu) struct StepOptions {
     /// Type of the queries.
@@ -61,6 +55,13 @@ pub(in crate::wgpu) struct StepOptions {
     pub room: Sizing,
     /// Layouts of queries and outputs that are not contiguous rows.
     pub rows: [Option<QueryLayout>; 2],
+}
+
+impl StepOptions {
+    /// Those of a call that submits its own commands, over contiguous rows.
+    pub const fn of_call(input: ElementType, attend: AttendOptions, lse: LseOutput) -> Self {
+        Self { input, attend, lse, room: Sizing::Exact, rows: [None; 2] }
+    }
 }
 
 /// How many rows tensors have.
@@ -109,13 +110,8 @@ impl AttendStep {
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        let (lse, room, rows) = (LseOutput::None, Sizing::Exact, [None; 2]);
-        Self::with_options(
-            capabilities,
-            plan,
-            StepOptions { input, attend: options, lse, room, rows },
-            std::iter::empty(),
-        )
+        let options = StepOptions::of_call(input, options, LseOutput::None);
+        Self::with_options(capabilities, plan, options, std::iter::empty())
     }
 
     /// [`AttendStep::new`] for a step that returns attention states: the output and the log-sum-exp of every query and
@@ -129,13 +125,8 @@ impl AttendStep {
         input: ElementType,
         options: AttendOptions,
     ) -> Result<Self> {
-        let (lse, room, rows) = (LseOutput::F32, Sizing::Exact, [None; 2]);
-        Self::with_options(
-            capabilities,
-            plan,
-            StepOptions { input, attend: options, lse, room, rows },
-            std::iter::empty(),
-        )
+        let options = StepOptions::of_call(input, options, LseOutput::F32);
+        Self::with_options(capabilities, plan, options, std::iter::empty())
     }
 
     /// [`AttendStep::new`] with all options. It takes the launches of `kept` that were decided alike, if there are any.
@@ -148,7 +139,7 @@ impl AttendStep {
         options: StepOptions,
         kept: impl Iterator<Item = &'a Arc<DecidedLaunches>>,
     ) -> Result<Self> {
-        let StepOptions { input, attend, lse, room, rows } = options;
+        let StepOptions { input, attend, lse, room, .. } = options;
         let split = split_of(plan, attend.split, room);
         let work = Work::in_blocks(plan, split, block_queries(capabilities, plan, attend))?;
         let layout = Layout::new(capabilities, room, table_bytes(&work));
@@ -158,17 +149,8 @@ impl AttendStep {
         let decided = DecidedLaunches::like(kept, &builder, options, decisions);
         let Layout { tables, scratch, .. } = builder.layout;
         let grids = decided.launches.iter().map(|launch| launch.grid.workgroups(&work)).collect();
-        let dense = QueryLayout::dense(work.shape());
-        let [query_rows, output_rows] = rows.map(|rows| rows.unwrap_or(dense));
-        let (path, output) = (capabilities.path(), attend.output);
         let step = Self {
             work,
-            path,
-            input,
-            output,
-            query_rows,
-            output_rows,
-            lse,
             growing: (room != Sizing::Exact).then(|| GrowingWork::new(plan)),
             decided,
             grids,
@@ -197,19 +179,26 @@ impl AttendStep {
     /// step.
     #[must_use]
     pub fn with_query_layout(self, rows: QueryLayout) -> Self {
-        let launches = with_rows(&self.decided.launches, &STRIDED_QUERIES, rows, self.work.shape());
-        let mut decided = DecidedLaunches { launches, ..(*self.decided).clone() };
-        decided.options.rows[0] = Some(rows);
-        Self { query_rows: rows, decided: Arc::new(decided), ..self }
+        self.with_layout(0, &STRIDED_QUERIES, rows)
     }
 
     /// The same step for outputs with this layout; see [`AttendStep::with_query_layout`].
     #[must_use]
     pub fn with_output_layout(self, rows: QueryLayout) -> Self {
-        let launches = with_rows(&self.decided.launches, &STRIDED_OUTPUTS, rows, self.work.shape());
-        let mut decided = DecidedLaunches { launches, ..(*self.decided).clone() };
-        decided.options.rows[1] = Some(rows);
-        Self { output_rows: rows, decided: Arc::new(decided), ..self }
+        self.with_layout(1, &STRIDED_OUTPUTS, rows)
+    }
+
+    /// The same step where a tensor, of which options have the layout at `index`, has this one.
+    fn with_layout(mut self, index: usize, tensor: &Strided, rows: QueryLayout) -> Self {
+        let decided = Arc::make_mut(&mut self.decided);
+        decided.launches = with_rows(&decided.launches, tensor, rows, self.work.shape());
+        decided.options.rows[index] = Some(rows);
+        self
+    }
+
+    /// The layouts of queries and outputs.
+    fn layouts(&self) -> [QueryLayout; 2] {
+        self.decided.options.rows.map(|rows| rows.unwrap_or_else(|| QueryLayout::dense(self.work.shape())))
     }
 
     /// The work items of the step.
@@ -218,8 +207,8 @@ impl AttendStep {
     }
 
     /// The path of its device: kernels take no higher one.
-    pub const fn path(&self) -> Path {
-        self.path
+    pub fn path(&self) -> Path {
+        self.decided.capabilities.path()
     }
 
     /// Sizes of the scratch that the step needs.
@@ -288,8 +277,9 @@ impl AttendStep {
     /// Checks that tensors have at least the rows of the plan.
     pub(in crate::wgpu) fn check_rows(&self, tensors: AttendTensors<'_>) -> Result<()> {
         let (shape, rows) = (self.work.shape(), self.work.rows().len());
-        self.query_rows.check_room("queries", tensors.queries.elements(), rows, shape)?;
-        self.output_rows.check_room("output", tensors.output.elements(), rows, shape)?;
+        let [of_queries, of_output] = self.layouts();
+        of_queries.check_room("queries", tensors.queries.elements(), rows, shape)?;
+        of_output.check_room("output", tensors.output.elements(), rows, shape)?;
         tensors.lse.map_or(Ok(()), |lse| self.check_lse(lse, Rows::Room))
     }
 
@@ -341,7 +331,7 @@ impl AttendStep {
             }
         }
         let (shape, rows) = (self.work.shape(), self.work.rows().len());
-        let lse_type = match self.lse {
+        let lse_type = match self.decided.options.lse {
             LseOutput::None => None,
             LseOutput::F32 => Some(ElementType::F32),
         };
@@ -352,12 +342,13 @@ impl AttendStep {
             };
             return Err(Error::Buffer { what: "log-sum-exps", reason: reason.into() });
         }
-        has.check(&self.query_rows, "queries", tensors.queries.elements(), rows, shape)?;
-        has.check(&self.output_rows, "output", tensors.output.elements(), rows, shape)?;
+        let [of_queries, of_output] = self.layouts();
+        has.check(&of_queries, "queries", tensors.queries.elements(), rows, shape)?;
+        has.check(&of_output, "output", tensors.output.elements(), rows, shape)?;
         tensors.lse.map_or(Ok(()), |lse| self.check_lse(lse, has))?;
         let given = [
-            Some(("queries", tensors.queries, self.input)),
-            Some(("output", tensors.output, self.output)),
+            Some(("queries", tensors.queries, self.decided.options.input)),
+            Some(("output", tensors.output, self.decided.options.attend.output)),
             tensors.lse.zip(lse_type).map(|(lse, element_type)| ("log-sum-exps", lse, element_type)),
         ];
         for (what, tensor, element_type) in given.into_iter().flatten() {

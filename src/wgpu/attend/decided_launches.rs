@@ -18,8 +18,8 @@ pub(in crate::wgpu) struct DecidedLaunches {
 }
 
 impl DecidedLaunches {
-    /// Those of `kept` that were decided alike, or else new ones. They name kernels by constants in text, which most
-    /// decode steps need not write again.
+    /// Those of `kept` that were decided alike, or else new ones. Launches name kernels by constants in text. Most decode
+    /// steps are like the one before, and need not write that text again.
     pub(super) fn like<'a>(
         mut kept: impl Iterator<Item = &'a Arc<Self>>,
         builder: &Builder<'_>,
@@ -71,14 +71,14 @@ mod tests {
     use crate::backend::AttendOptions;
     use crate::format::{AttentionShape, SegmentFormat};
     use crate::plan::{AttendPlan, ElementType, Page, QueryRun, SpanView, StoreView};
-    use crate::wgpu::attend::{AttendStep, LseOutput, Sizing};
+    use crate::wgpu::attend::{AttendStep, LseOutput};
     use crate::wgpu::device::{KernelLimits, Path, SubgroupSizes, Timestamps};
 
     fn capabilities() -> Capabilities {
         let limits = KernelLimits {
             binding_bytes: 128 << 20,
             binding_alignment: 256,
-            storage_buffers: 10,
+            storage_buffers: 8,
             workgroup_memory: 32 << 10,
             invocations: 1024,
             workgroups: 65535,
@@ -95,8 +95,7 @@ mod tests {
         let span = SpanView { sequence: 0, start: 0, tokens, gathered: None, pages, range_slot: 0 };
         let view = StoreView { format: SegmentFormat::saw_int4(), calibration: None, spans: vec![span] };
         let plan = AttendPlan::new(shape, &[QueryRun::causal(0, 1)], &[view]).unwrap();
-        let attend = AttendOptions::default();
-        let options = StepOptions { input: ElementType::F32, attend, lse, room: Sizing::Exact, rows: [None; 2] };
+        let options = StepOptions::of_call(ElementType::F32, AttendOptions::default(), lse);
         let step = AttendStep::with_options(of, &plan, options, recent.kept().iter()).unwrap();
         recent.keep(step.decided());
         step.decided().clone()
@@ -118,6 +117,7 @@ mod tests {
         let (recent, of) = (RecentLaunches::default(), capabilities());
         let first = call(&recent, &of, 1000, LseOutput::None);
         let floor = call(&recent, &of.restricted_to(Path::Floor), 1000, LseOutput::None);
+        assert!(first.decisions == floor.decisions, "only the device tells them apart");
         assert_ne!(first.launches, floor.launches);
     }
 

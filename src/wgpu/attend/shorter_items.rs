@@ -13,8 +13,9 @@ const MOST_TIMES: u64 = 4;
 /// Every shard is a launch of its own. In a call that submits its own commands they run side by side: see
 /// [`buffer_rows`](super::state_buffers::buffer_rows). In an engine's pass they do not, so that `target_items` for all
 /// of them leave a small shard too few to keep the device busy. Smaller items cost more at their start and their end
-/// than they gain where tiles have few bytes. On an H200, one query for each of 8 sequences of 32k tokens in shards of 256, 256, 512 and 1024 pages:
-/// f16 468 µs with a target of 2048 items, 373 with 4096 and 343 with 8192; 4 bits per channel 187, 198 and 220.
+/// than they gain where tiles have few bytes. On an H200, one query for each of 8 sequences of 32k tokens in shards of
+/// 256, 256, 512 and 1024 pages: f16 468 µs with a target of 2048 items, 373 with 4096 and 343 with 8192; 4 bits per
+/// channel 187, 198 and 220.
 pub(super) fn split_of(plan: &AttendPlan, split: Split, room: Sizing) -> Split {
     let Some(largest) = plan.segments().iter().max_by_key(|segment| segment.pages().len()) else { return split };
     let decodes = plan.runs().iter().all(|planned| planned.run.queries == 1);

@@ -6,7 +6,7 @@ use super::Wgpu;
 use crate::Result;
 use crate::backend::{AttendOptions, WriteInput};
 use crate::plan::{AttendPlan, ElementType, WriteTable};
-use crate::wgpu::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, Sizing, StepOptions};
+use crate::wgpu::attend::{AttendStep, AttendTensors, LseOutput, Scratch, ScratchBytes, StepOptions};
 use crate::wgpu::device::guard::Request;
 use crate::wgpu::device::{Launches, Store, Tensor, guard};
 use crate::wgpu::pack::{NonFiniteFlags, StoreStep, WriteMemory};
@@ -41,7 +41,7 @@ impl Wgpu {
         attend: AttendOptions,
         lse: LseOutput,
     ) -> Result<AttendStep> {
-        let options = StepOptions { input, attend, lse, room: Sizing::Exact, rows: [None; 2] };
+        let options = StepOptions::of_call(input, attend, lse);
         let step = AttendStep::with_options(&self.capabilities, plan, options, self.recent.kept().iter())?;
         self.recent.keep(step.decided());
         Ok(step)
