@@ -39,6 +39,9 @@ macro_rules! storage_methods {
             fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store<$F>>;
             fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32;
             fn add_shard(&self, store: &mut Store<$F>, pages: u32) -> impl Future<Output = Result<()>>;
+            fn shards_at_once(&self) -> usize;
+            fn larger_shard(&self, store: &Store<$F>, pages: u32) -> impl Future<Output = Result<Shard<$F>>>;
+            fn replace_shard(&self, store: &mut Store<$F>, shard: Shard<$F>) -> Result<()>;
             fn drop_shard(&self, store: &mut Store<$F>);
             fn available_bytes(&self) -> Option<u64>;
             fn reserve_ranges(&self, store: &mut Store<$F>, slots: usize) -> impl Future<Output = Result<()>>;
@@ -306,6 +309,7 @@ impl<F: Forward> Device for Forwarding<F> {
 
 impl<F: Forward> Storage for Forwarding<F> {
     type Store = <F::Inner as Storage>::Store;
+    type Shard = <F::Inner as Storage>::Shard;
     type SpanReads = <F::Inner as Storage>::SpanReads;
 
     storage_methods!(to_forward, F);
@@ -330,6 +334,7 @@ impl<F: Forward> TokenSelection for Forwarding<F> {
 pub(super) type Tensor<F> = <<F as Forward>::Inner as Device>::Tensor;
 pub(super) type Indices<F> = <<F as Forward>::Inner as Device>::Indices;
 pub(super) type Store<F> = <<F as Forward>::Inner as Storage>::Store;
+pub(super) type Shard<F> = <<F as Forward>::Inner as Storage>::Shard;
 pub(super) type SpanReads<F> = <<F as Forward>::Inner as Storage>::SpanReads;
 pub(super) type Flags<F> = <<F as Forward>::Inner as Packing>::NonFiniteFlags;
 pub(super) type States<F> = AttentionStates<Tensor<F>>;

@@ -51,6 +51,9 @@ pub trait Storage: Device {
     /// Pages and quantisation ranges of one segment format, in shards.
     type Store;
 
+    /// A shard that is to take the place of a store's newest one.
+    type Shard;
+
     /// Contents of places on their way to the host. Where it is dropped, nothing arrives, and nothing has changed.
     type SpanReads;
 
@@ -68,6 +71,26 @@ pub trait Storage: Device {
     /// # Errors
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is unchanged.
     fn add_shard(&self, store: &mut Self::Store, pages: u32) -> impl Future<Output = Result<()>>;
+
+    /// Number of shards that a step reads at once. A cache lets a store of so many grow by a larger shard in place of
+    /// its newest one.
+    fn shards_at_once(&self) -> usize;
+
+    /// A shard of `pages` pages for the place of the newest shard. It begins with that shard's pages, and the others
+    /// are zeroed. The store is not changed.
+    ///
+    /// # Errors
+    /// [`Plan`](crate::Error::Plan) when the store has no shard, [`Limit`](crate::Error::Limit) when its newest shard
+    /// has as many pages or a shard cannot have them, [`NotSubmitted`](crate::Error::NotSubmitted),
+    /// [`OutOfMemory`](crate::Error::OutOfMemory).
+    fn larger_shard(&self, store: &Self::Store, pages: u32) -> impl Future<Output = Result<Self::Shard>>;
+
+    /// Puts such a shard in the place of the newest one. What was written to the store in between is lost.
+    ///
+    /// # Errors
+    /// [`Plan`](crate::Error::Plan) when the shard was made for a store of another shape or format, or has fewer pages
+    /// than the newest one.
+    fn replace_shard(&self, store: &mut Self::Store, shard: Self::Shard) -> Result<()>;
 
     /// Drops the newest shard; its pages hold nothing any more. Does nothing to a store without shards.
     fn drop_shard(&self, store: &mut Self::Store);

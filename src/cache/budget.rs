@@ -17,7 +17,8 @@ pub enum Growth {
 /// Every call that would leave the budget fails with [`Error::NoRoom`](crate::Error::NoRoom) before anything has
 /// changed. Bytes are those of the stores of all layers: tiles, tile ranges, span ranges and centres, in use or free
 /// ([`CacheMemory::allocated_bytes`](super::CacheMemory::allocated_bytes)). While span ranges grow, the old ones exist
-/// next to the new ones until they are copied.
+/// next to the new ones until they are copied. A shard that a larger one is to replace counts until it is gone: where the
+/// budget has no room for both, the store gets another shard.
 ///
 /// ```
 /// use kvpack::cache::{Budget, Growth, ModelCache, Recipe, StoreRoom, TokenRun};

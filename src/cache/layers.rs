@@ -114,6 +114,11 @@ impl<B: Backend> LayerGroup<B> {
         self.layers[layer].iter().map(|of| &of.store).collect()
     }
 
+    /// A store of a layer.
+    pub(super) fn store(&self, layer: usize, store: StoreId) -> &B::Store {
+        &self.layers[layer][store.index()].store
+    }
+
     /// The stores of a layer for writing, with the backend that writes.
     pub(super) fn backend_and_stores(&mut self, layer: usize) -> (&B, Vec<&mut B::Store>) {
         (&self.backend, self.layers[layer].iter_mut().map(|of| &mut of.store).collect())

@@ -28,6 +28,7 @@ mod evictions;
 mod kv_cache;
 mod kv_room;
 mod kv_steps;
+mod larger_shards;
 mod last_step;
 mod layer_reads;
 mod layers;

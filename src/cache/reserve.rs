@@ -1,6 +1,7 @@
 //! Memory for what calls need: decided for all layers before anything is allocated, and given back where that fails.
 
 use super::budget::{Budget, Growth};
+use super::larger_shards::LargerShards;
 use super::layers::LayerGroup;
 use super::{StoreId, StoreRoom};
 use crate::backend::Backend;
@@ -40,6 +41,11 @@ struct StoreGrowth {
 }
 
 impl GroupGrowth {
+    /// Pages more of every store.
+    pub(super) fn pages(&self) -> impl Iterator<Item = usize> + '_ {
+        self.stores.iter().map(|store| store.pages)
+    }
+
     fn is_nothing(&self) -> bool {
         self.centres.is_none() && self.stores.iter().all(|store| store.pages == 0 && store.slots.is_none())
     }
@@ -62,14 +68,14 @@ pub(super) async fn reserve<B: Backend>(
     }
     if asked == Asked::OnTheWay && budget.growth() == Growth::Doubling {
         let doubled: Vec<_> = groups.iter().zip(&lacking).map(|(group, lacking)| group.doubled(lacking)).collect();
-        if check_bytes(groups, &doubled, budget).is_ok() {
-            match grow(groups, &doubled).await {
+        if check_bytes(groups, &doubled, 0, budget).is_ok() {
+            match grow(groups, &doubled, budget).await {
                 Err(Error::OutOfMemory { .. }) => {} // what is lacking may fit yet
                 grown => return grown,
             }
         }
     }
-    grow(groups, &lacking).await
+    grow(groups, &lacking, budget).await
 }
 
 /// What is lacking of the room that is needed, if the cache may have it.
@@ -89,14 +95,19 @@ pub(super) fn check<B: Backend>(
         }
         lacking.push(group.lacking(needed)?);
     }
-    check_bytes(groups, &lacking, budget)?;
+    check_bytes(groups, &lacking, 0, budget)?;
     Ok(lacking)
 }
 
-/// Checks that a budget and the device have room for what groups are to get.
-fn check_bytes<B: Backend>(groups: &[LayerGroup<B>], growth: &[GroupGrowth], budget: Budget) -> Result<()> {
+/// Checks that a budget and the device have room for what groups are to get, and for `besides` bytes for a while.
+fn check_bytes<B: Backend>(
+    groups: &[LayerGroup<B>],
+    growth: &[GroupGrowth],
+    besides: u64,
+    budget: Budget,
+) -> Result<()> {
     let of = |(group, growth): (&LayerGroup<B>, &GroupGrowth)| group.growth_bytes(growth);
-    let needed = groups.iter().zip(growth).map(of).fold(0u64, u64::saturating_add);
+    let needed = groups.iter().zip(growth).map(of).fold(besides, u64::saturating_add);
     let grows = groups.iter().zip(growth).find(|(_, growth)| !growth.is_nothing());
     let Some((group, growth)) = grows else { return Ok(()) };
     let held: u64 = groups.iter().map(|group| group.memory().allocated_bytes()).sum();
@@ -116,19 +127,45 @@ fn check_bytes<B: Backend>(groups: &[LayerGroup<B>], growth: &[GroupGrowth], bud
 }
 
 /// Lets all groups grow, or none.
-async fn grow<B: Backend>(groups: &mut [LayerGroup<B>], growth: &[GroupGrowth]) -> Result<()> {
+async fn grow<B: Backend>(groups: &mut [LayerGroup<B>], growth: &[GroupGrowth], budget: Budget) -> Result<()> {
+    let larger = larger_shards(groups, growth, budget).await;
     let before: Vec<Vec<usize>> = groups.iter().map(LayerGroup::shards).collect();
     let mut grown = Ok(());
-    for (group, growth) in groups.iter_mut().zip(growth) {
-        grown = group.grow(growth).await;
+    for ((group, growth), larger) in groups.iter_mut().zip(growth).zip(&larger) {
+        grown = group.grow(growth, larger).await;
         if grown.is_err() {
             break;
         }
     }
     if grown.is_err() {
         groups.iter_mut().zip(&before).for_each(|(group, shards)| group.drop_shards(shards));
+        return grown;
     }
-    grown
+    let mut of_groups = groups.iter_mut().zip(larger);
+    of_groups.try_for_each(|(group, larger)| larger.into_iter().try_for_each(|larger| group.replace_shards(larger)))
+}
+
+/// Larger shards for the stores of every group that grow by one, next to those that they are to replace. None where the
+/// budget or the device has no room for both, or steps are not submitted: then shards are added, which need less.
+async fn larger_shards<B: Backend>(
+    groups: &mut [LayerGroup<B>],
+    growth: &[GroupGrowth],
+    budget: Budget,
+) -> Vec<Vec<LargerShards<B>>> {
+    let of = |(group, growth): (&LayerGroup<B>, &GroupGrowth)| group.replaced_bytes(growth);
+    let replaced = groups.iter().zip(growth).map(of).fold(0u64, u64::saturating_add);
+    let none = || growth.iter().map(|_| Vec::new()).collect();
+    if replaced == 0 || check_bytes(groups, growth, replaced, budget).is_err() {
+        return none();
+    }
+    let mut larger = Vec::with_capacity(groups.len());
+    for (group, growth) in groups.iter_mut().zip(growth) {
+        match group.larger_shards(growth).await {
+            Ok(of_group) => larger.push(of_group),
+            Err(_) => return none(),
+        }
+    }
+    larger
 }
 
 impl<B: Backend> LayerGroup<B> {
@@ -185,7 +222,7 @@ impl<B: Backend> LayerGroup<B> {
     }
 
     /// Most pages of a shard.
-    fn most_shard_pages(&self, store: StoreId) -> Result<u32> {
+    pub(super) fn most_shard_pages(&self, store: StoreId) -> Result<u32> {
         let format = self.recipe().stores()[store.index()].format;
         match self.backend.max_shard_pages(&self.shape, &format) {
             0 => Err(Error::Limit {
@@ -203,9 +240,11 @@ impl<B: Backend> LayerGroup<B> {
         self.store_ids().map(|store| self.page_tables.room(store).shards()).collect()
     }
 
-    async fn grow(&mut self, growth: &GroupGrowth) -> Result<()> {
+    /// Adds shards to all stores but those that have larger ones coming, and slots.
+    async fn grow(&mut self, growth: &GroupGrowth, larger: &[LargerShards<B>]) -> Result<()> {
         for (store, of) in self.store_ids().zip(&growth.stores) {
-            let mut missing = of.pages;
+            let comes = larger.iter().any(|larger| larger.store() == store);
+            let mut missing = if comes { 0 } else { of.pages };
             while missing > 0 {
                 let most = self.most_shard_pages(store)?;
                 let pages = u32::try_from(missing).unwrap_or(u32::MAX).min(most);

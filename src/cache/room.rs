@@ -57,6 +57,21 @@ impl Room {
         self.pages.add_shard(pages)
     }
 
+    /// Pages of the newest shard; 0 where there is none.
+    pub(super) fn newest_shard_pages(&self) -> u32 {
+        self.pages.shard_pages().next_back().unwrap_or(0)
+    }
+
+    /// The pages of the room with a newest shard of so many pages.
+    pub(super) fn with_larger_shard(&self, pages: u32) -> Result<PageAllocator> {
+        self.pages.with_larger_shard(pages)
+    }
+
+    /// Puts these pages in the place of those of the room.
+    pub(super) fn replace_pages(&mut self, pages: PageAllocator) {
+        self.pages = pages;
+    }
+
     /// Drops the newest shard if nothing lies in it, and says whether it did.
     pub(super) fn drop_shard(&mut self) -> bool {
         self.pages.drop_shard()

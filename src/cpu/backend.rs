@@ -4,7 +4,7 @@ use super::dense::{CpuIndices, CpuTensor, first_non_finite};
 use super::memory::{MemoryLimit, MemoryShare};
 use super::merge_states::merge_parts;
 use super::states::States;
-use super::store::CpuStore;
+use super::store::{CpuStore, ShardMemory};
 use super::{DenseRows, KeptTokens, StatsInput, attention_column_stats, attention_row_stats};
 use super::{
     NonFiniteFlags, append, attend, dequantize, key_mean, merge_pair, merge_states, pack_windows, quantize, scores,
@@ -19,8 +19,8 @@ use crate::backend::{
 use crate::counts::in_32_bits;
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, Elements, Page, PageCopy, RowLayout, Split, TokenIndices, TokenRange, TokenWrite, WindowMove, Work,
-    WriteTable, copy_table,
+    AttendPlan, Elements, LargerShard, Page, PageCopy, RowLayout, Split, TokenIndices, TokenRange, TokenWrite,
+    WindowMove, Work, WriteTable, copy_table,
 };
 use crate::policy::{self, ColumnRequest, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 use crate::{Error, Result};
@@ -100,6 +100,7 @@ impl Device for Cpu {
 
 impl Storage for Cpu {
     type Store = CpuStore;
+    type Shard = LargerShard<ShardMemory>;
     type SpanReads = Vec<SpanBytes>;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<CpuStore> {
@@ -114,6 +115,19 @@ impl Storage for Cpu {
 
     async fn add_shard(&self, store: &mut CpuStore, pages: u32) -> Result<()> {
         store.add_shard(pages)
+    }
+
+    /// As many as through wgpu, so that caches of both have their tokens in the same pages.
+    fn shards_at_once(&self) -> usize {
+        4
+    }
+
+    async fn larger_shard(&self, store: &CpuStore, pages: u32) -> Result<Self::Shard> {
+        store.larger_shard(pages)
+    }
+
+    fn replace_shard(&self, store: &mut CpuStore, shard: Self::Shard) -> Result<()> {
+        store.replace_shard(shard)
     }
 
     fn drop_shard(&self, store: &mut CpuStore) {

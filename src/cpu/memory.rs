@@ -62,6 +62,16 @@ impl MemoryShare {
         }
     }
 
+    /// Takes over what another share of the same limit holds.
+    pub(super) fn take_over(&mut self, mut other: Self) {
+        self.held += std::mem::take(&mut other.held);
+    }
+
+    /// A share of the same limit that holds nothing.
+    pub(super) fn another(&self) -> Self {
+        Self::of(self.limit.clone())
+    }
+
     pub(super) fn give_back(&mut self, bytes: u64) {
         self.limit.used.fetch_sub(bytes, Ordering::Relaxed);
         self.held -= bytes;

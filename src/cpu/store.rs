@@ -3,7 +3,7 @@
 use super::memory::MemoryShare;
 use crate::counts::{filled, grow};
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat, TensorFormat, TileLayout};
-use crate::plan::{BackendStore, Page, StoreCapacity, WriteLayout};
+use crate::plan::{BackendStore, LargerShard, Page, StoreCapacity, WriteLayout, check_larger};
 use crate::{Error, Result};
 
 /// Pages and quantisation ranges of one segment format in host memory, in shards.
@@ -39,6 +39,22 @@ pub(super) struct TensorStore {
 struct Shard {
     codes: Vec<u32>,
     ranges: Vec<u32>,
+}
+
+impl Shard {
+    /// Copies the pages of a shard that has no more.
+    fn begin_with(&mut self, other: &Self) {
+        self.codes[..other.codes.len()].copy_from_slice(&other.codes);
+        self.ranges[..other.ranges.len()].copy_from_slice(&other.ranges);
+    }
+}
+
+/// The memory of a shard that no store has yet.
+#[derive(Debug)]
+pub struct ShardMemory {
+    keys: Shard,
+    values: Shard,
+    memory: MemoryShare,
 }
 
 /// One tile and its ranges.
@@ -136,14 +152,47 @@ impl CpuStore {
     /// # Errors
     /// [`Error::OutOfMemory`]; the store is unchanged.
     pub fn add_shard(&mut self, pages: u32) -> Result<()> {
-        let bytes = u64::from(pages).saturating_mul(self.format.page_bytes(&self.shape) as u64);
-        self.memory.take("pages", bytes)?;
-        let shards = self.keys.shard(pages).and_then(|keys| Ok((keys, self.values.shard(pages)?)));
-        let (keys, values) = shards.inspect_err(|_| self.memory.give_back(bytes))?;
-        self.keys.shards.push(keys);
-        self.values.shards.push(values);
-        self.shard_pages.push(pages);
+        let shard = self.new_shard(pages)?;
+        self.put_shard(pages, shard);
         Ok(())
+    }
+
+    /// A shard of `pages` pages for the place of the newest one. It begins with that shard's pages, and the others are
+    /// zeroed.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no shard or the newest one has as many pages, [`Error::OutOfMemory`].
+    pub fn larger_shard(&self, pages: u32) -> Result<LargerShard<ShardMemory>> {
+        check_larger(self.shard_pages.last().copied(), pages)?;
+        let mut larger = self.new_shard(pages)?;
+        self.keys.shards.last().into_iter().for_each(|newest| larger.keys.begin_with(newest));
+        self.values.shards.last().into_iter().for_each(|newest| larger.values.begin_with(newest));
+        Ok(LargerShard::new((self.shape, self.format), pages, larger))
+    }
+
+    /// Puts such a shard in the place of the newest one.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when it was made for another shape or format, or has fewer pages than the newest one.
+    pub fn replace_shard(&mut self, shard: LargerShard<ShardMemory>) -> Result<()> {
+        let newest = self.shard_pages.last().copied();
+        let (pages, shard) = shard.replacing((&self.shape, &self.format), newest)?;
+        self.drop_shard();
+        self.put_shard(pages, shard);
+        Ok(())
+    }
+
+    fn new_shard(&self, pages: u32) -> Result<ShardMemory> {
+        let mut memory = self.memory.another();
+        memory.take("pages", u64::from(pages).saturating_mul(self.format.page_bytes(&self.shape) as u64))?;
+        Ok(ShardMemory { keys: self.keys.shard(pages)?, values: self.values.shard(pages)?, memory })
+    }
+
+    fn put_shard(&mut self, pages: u32, shard: ShardMemory) {
+        self.memory.take_over(shard.memory);
+        self.keys.shards.push(shard.keys);
+        self.values.shards.push(shard.values);
+        self.shard_pages.push(pages);
     }
 
     /// Drops the newest shard, if there is one.

@@ -15,6 +15,7 @@ mod cut;
 mod grown;
 #[cfg(feature = "wgpu")]
 mod grown_work;
+mod larger_shard;
 mod layer_attention;
 mod pages;
 mod placement;
@@ -39,6 +40,8 @@ pub(crate) use grown::SpanIndex;
 #[cfg(feature = "wgpu")]
 pub(crate) use grown_work::GrowingWork;
 pub use kvpack_device::{ElementType, Elements};
+pub use larger_shard::LargerShard;
+pub(crate) use larger_shard::check_larger;
 pub use layer_attention::LayerAttention;
 pub use pages::{Page, PageAllocator};
 pub use placement::{MOST_RANKS, Placement, RankShare};

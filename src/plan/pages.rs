@@ -1,9 +1,11 @@
 //! Pages and the shards that hold them.
 //!
 //! A GPU limits the size of one storage binding (128 MiB on the WebGPU floor, up to 2 GiB through wgpu). The pages of a
-//! store are therefore spread over *shards*, one binding each. A cache grows by adding a shard, and nothing is copied.
+//! store are therefore spread over *shards*, one binding each. A store grows by a shard, and nothing is copied, or by a
+//! larger shard in place of its newest. Either way a page keeps its address.
 
-use crate::counts::{collected, filled, in_32_bits, reserved};
+use super::larger_shard::check_larger;
+use crate::counts::{collected, filled, grow, in_32_bits, reserved};
 use crate::{Error, Result};
 
 /// The address of a page: a shard and an index within it.
@@ -50,6 +52,23 @@ impl PageAllocator {
         Ok(())
     }
 
+    /// The same with a newest shard of `pages` pages, more than it has. Pages that are handed out stay what they are.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when the newest shard has as many pages or there is none, [`Error::OutOfMemory`] when the host
+    /// has no room for the tables of its pages.
+    pub fn with_larger_shard(&self, pages: u32) -> Result<Self> {
+        let newest = check_larger(self.shards.last().map(|shard| shard.pages), pages)?;
+        let mut grown = self.clone();
+        if let Some(shard) = grown.shards.last_mut() {
+            let mut free = collected("books of pages", (newest..pages).rev())?;
+            free.append(&mut shard.free);
+            grow("books of pages", &mut shard.holders, pages as usize, 0)?;
+            (shard.pages, shard.free) = (pages, free);
+        }
+        Ok(grown)
+    }
+
     /// Drops the newest shard if none of its pages is handed out, and says whether it did.
     pub fn drop_shard(&mut self) -> bool {
         let unused = self.shards.last().is_some_and(|shard| shard.free.len() == shard.holders.len());
@@ -65,7 +84,7 @@ impl PageAllocator {
     }
 
     /// Pages of every shard.
-    pub fn shard_pages(&self) -> impl ExactSizeIterator<Item = u32> + '_ {
+    pub fn shard_pages(&self) -> impl DoubleEndedIterator<Item = u32> + ExactSizeIterator + '_ {
         self.shards.iter().map(|shard| shard.pages)
     }
 
@@ -228,6 +247,26 @@ mod tests {
         pages.release(&held).unwrap();
         assert_eq!((pages.holders(held[0]), pages.free()), (0, 2));
         assert!(pages.share(&held).is_err());
+    }
+
+    /// A larger shard has the pages of the old one at their places, and new ones behind them.
+    #[test]
+    fn pages_keep_their_places_in_a_larger_shard() {
+        let mut small = PageAllocator::default();
+        assert!(matches!(small.with_larger_shard(4), Err(Error::Plan { .. })), "there is no shard");
+        small.add_shard(2).unwrap();
+        small.add_shard(3).unwrap();
+        let held = small.allocate(3).unwrap();
+        small.release(&held[1..2]).unwrap();
+        for pages in [0, 3] {
+            assert!(matches!(small.with_larger_shard(pages), Err(Error::Plan { .. })), "{pages}");
+        }
+        let mut larger = small.with_larger_shard(5).unwrap();
+        assert_eq!((small.capacity(), larger.capacity(), larger.free()), (5, 7, 5));
+        assert_eq!(larger.shard_pages().collect::<Vec<_>>(), [2, 5]);
+        assert_eq!([held[0], held[1], held[2]].map(|page| larger.holders(page)), [1, 0, 1]);
+        let of = |shard, index| Page { shard, index };
+        assert_eq!(larger.allocate(5).unwrap(), [of(0, 1), of(1, 1), of(1, 2), of(1, 3), of(1, 4)]);
     }
 
     /// The lowest page is handed out first, whatever the order of the releases.

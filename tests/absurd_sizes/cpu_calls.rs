@@ -126,6 +126,7 @@ fn stored() -> Vec<Call> {
         "cpu::States::new" => sizes(|a| done(States::new(a, &shape())));
         "cpu::CpuStore::step_capacity" => pairs(|a, b| stores(|store| done(store.step_capacity(a, b))));
         "cpu::CpuStore::add_shard" => words(|w| stores(|store| done(store.add_shard(w))));
+        "cpu::CpuStore::larger_shard" => words(|w| stores(|store| done(store.larger_shard(w).is_ok())));
         "cpu::CpuStore::reserve_ranges" => sizes(|a| stores(|store| done(store.reserve_ranges(a))));
         "cpu::CpuStore::reserve_centres" => sizes(|a| stores(|store| done(store.reserve_centres(a))));
         "cpu::CpuStore::centre" => sizes(|a| stores(|store| done(store.centre(a).is_ok())));
@@ -173,6 +174,7 @@ fn backend() -> Vec<Call> {
         });
         "backend::Device::upload_indices" => sizes(|a| words(|w| done(block_on(Cpu::new().upload_indices(&[0, w], a, w)))));
         "backend::Storage::add_shard" => words(|w| stores(|store| done(block_on(Cpu::new().add_shard(store, w)))));
+        "backend::Storage::larger_shard" => words(|w| stores(|store| done(block_on(Cpu::new().larger_shard(store, w)).is_ok())));
         "backend::Storage::reserve_ranges" => sizes(|a| stores(|store| done(block_on(Cpu::new().reserve_ranges(store, a)))));
         "backend::Storage::reserve_centres" => sizes(|a| stores(|store| done(block_on(Cpu::new().reserve_centres(store, a)))));
         "backend::Packing::first_non_finite" => layouts(|rows| floats(|x| {

@@ -168,6 +168,12 @@ fn plans() -> Vec<Call> {
             done(pages.add_shard(w));
             done((pages.capacity(), pages.free(), pages.shard_pages().len()));
         });
+        "plan::PageAllocator::with_larger_shard" => words(|w| {
+            let mut pages = PageAllocator::default();
+            done(pages.with_larger_shard(w).map(|larger| larger.capacity()));
+            pages.add_shard(3).unwrap();
+            done(pages.with_larger_shard(w).map(|larger| larger.capacity()));
+        });
         "plan::PageAllocator::allocate" => sizes(|a| {
             let mut pages = PageAllocator::default();
             pages.add_shard(3).unwrap();

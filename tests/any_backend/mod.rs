@@ -5,6 +5,7 @@ pub mod cache_edges;
 pub mod cache_model;
 pub mod compressed;
 pub mod exact;
+pub mod growing_stores;
 pub mod kept_together;
 pub mod key_means;
 pub mod mixed;

@@ -12,6 +12,7 @@ mod compress;
 mod conformance_finds;
 mod forged_bytes;
 mod given_back;
+mod growing_stores;
 mod kept_together;
 mod kernels;
 mod layers_apart;

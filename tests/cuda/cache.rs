@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use any_backend::cache_model::recipes::recipes;
 use any_backend::cache_model::{Operation, cases, check, operations};
 use any_backend::key_means::means;
-use any_backend::swap_out;
+use any_backend::{growing_stores, swap_out};
 
 fn device() -> Cuda {
     Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")
@@ -46,6 +46,13 @@ fn windows_are_packed_when_they_are_full() {
 #[ignore = "needs an NVIDIA GPU"]
 fn means_of_keys_are_those_of_the_cpu() {
     assert!(means(&device()) == means(&Cpu::new()));
+}
+
+/// More often than a step reads shards at once.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn what_grows_by_little_is_what_was_reserved() {
+    growing_stores::check(&device());
 }
 
 /// Copies to pinned memory, while steps go on.

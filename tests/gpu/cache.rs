@@ -13,7 +13,7 @@ use crate::gpu_device;
 use any_backend::cache_model::decode_loop::{Filled, formats, reuse_pages};
 use any_backend::cache_model::recipes::recipes;
 use any_backend::cache_model::{Operation, Subject, cases, check, check_losing, short_operations};
-use any_backend::rounding;
+use any_backend::{growing_stores, rounding};
 
 /// Three pages of the f16 store to a shard, so that decode steps meet several bindings.
 fn shard_bytes(shape: &AttentionShape) -> u64 {
@@ -45,6 +45,11 @@ fn the_cache_agrees_with_the_model() {
         Ok(())
     });
     agrees.unwrap();
+}
+
+#[test]
+fn what_grows_by_little_is_what_was_reserved() {
+    growing_stores::check(&gpu_device::shared());
 }
 
 /// What a tensor is packed by.

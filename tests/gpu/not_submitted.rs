@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvpack::backend::{Device, TokenWrite, WriteInput};
+use kvpack::backend::{Device, Storage, TokenWrite, WriteInput};
 use kvpack::cache::{KvCache, ModelCache, Recipe, StoreRoom, StoredSpan, TokenRun};
 use kvpack::cpu::Cpu;
 use kvpack::plan::{ElementType, LayerWrites, Page, QueryRun, RowLayout, WriteLayout, WriteTable};
@@ -14,6 +14,7 @@ use pollster::block_on;
 
 use crate::gpu_device;
 use any_backend::compressed::Prompt;
+use any_backend::growing_stores::shards;
 use any_backend::kept_together::{TOKENS, dense, selection};
 use any_backend::model_steps::{self, LAYERS, ROWS, shape};
 use any_backend::random_rows::Random;
@@ -182,6 +183,39 @@ fn steps_count_until_they_are_submitted_or_dropped() {
     refusal(block_on(cache.swap_out(2)), 1, "a dropped ModelStep");
     backend.queue().submit([encoded.finish()]);
     block_on(cache.swap_out(2)).unwrap();
+}
+
+/// Tokens of encoded steps are not lost: a store that would get a larger shard gets one more as long as steps wait, and
+/// a larger one as soon as they are submitted.
+#[test]
+fn steps_write_the_shard_that_they_were_encoded_for() {
+    let mut engine = Engine::new("f16");
+    let most = engine.backend.shards_at_once();
+    // Sequences in the last page of as many shards as steps read at once.
+    for pages in 1..=most {
+        block_on(engine.cache.reserve(&[StoreRoom { pages, spans: 0 }])).unwrap();
+    }
+    for _ in 0..(most - 2) * 128 / 8 {
+        let step = engine.encode(&[TokenRun::chunk(0, 8)]);
+        engine.submit(step);
+    }
+    let encoded = engine.encode(&[TokenRun::chunk(1, 6), TokenRun::chunk(2, 5)]);
+    assert_eq!(engine.cache.free_room(0).unwrap()[0].pages, 0, "the step writes the newest shard");
+    block_on(engine.cache.reserve(&[StoreRoom { pages: 1, spans: 0 }])).unwrap();
+    engine.submit(encoded);
+    assert_eq!(shards(&mut engine.cache), [most + 1]);
+    for reserved in [3, 4] {
+        block_on(engine.cache.reserve(&[StoreRoom { pages: reserved, spans: 0 }])).unwrap();
+        assert_eq!(shards(&mut engine.cache), [most + 1], "a larger shard");
+        // Bound to the shard that was replaced, and bound anew.
+        let step = engine.encode(&[TokenRun::chunk(0, 4), TokenRun::decode(1), TokenRun::decode(2)]);
+        engine.submit(step);
+    }
+    for (layer, sequence) in (0..LAYERS).flat_map(|layer| [(layer, 0), (layer, 1), (layer, 2)]) {
+        let found = rows(&engine.backend, &engine.cache.dequantize(layer, sequence).unwrap());
+        let expected = rows(&Cpu::new(), &engine.twin.dequantize(layer, sequence).unwrap());
+        assert!(found == expected, "layer {layer}, sequence {sequence}");
+    }
 }
 
 /// A step that is submitted layer by layer does not overtake one that is encoded.

@@ -12,16 +12,17 @@ use super::attend::scratch::SharedScratch;
 use super::device::driver::{driver_error, open_context};
 use super::device::indices::Indices;
 use super::device::kernels::Kernels;
+use super::device::memory::Memory;
 use super::device::program::KernelCache;
 use super::device::span_bytes::SpanReads;
-use super::device::store::{self, Store};
+use super::device::store::{self, MOST_SHARDS, Store};
 use super::device::tensor::Tensor;
 use super::pack::rows::Launcher;
 use super::pack::scratch::PackScratch;
 use crate::Result;
 use crate::backend::{Device, SpanBytes, SpanPlace, Storage};
 use crate::format::{AttentionShape, SegmentFormat};
-use crate::plan::Elements;
+use crate::plan::{Elements, LargerShard};
 
 /// A CUDA stream with the kernels of its device. Cheap to clone.
 ///
@@ -143,6 +144,7 @@ impl Device for Cuda {
 
 impl Storage for Cuda {
     type Store = Store;
+    type Shard = LargerShard<Arc<Memory>>;
     type SpanReads = SpanReads;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
@@ -156,6 +158,21 @@ impl Storage for Cuda {
     async fn add_shard(&self, store: &mut Store, pages: u32) -> Result<()> {
         store.check_stream("a shard", &self.stream)?;
         store.add_shard(&self.stream, pages)
+    }
+
+    /// As many as kernels take.
+    fn shards_at_once(&self) -> usize {
+        MOST_SHARDS
+    }
+
+    async fn larger_shard(&self, store: &Store, pages: u32) -> Result<Self::Shard> {
+        store.check_stream("a shard", &self.stream)?;
+        store.larger_shard(&self.stream, pages)
+    }
+
+    fn replace_shard(&self, store: &mut Store, shard: Self::Shard) -> Result<()> {
+        store.check_stream("a shard", &self.stream)?;
+        store.replace_shard(shard)
     }
 
     fn drop_shard(&self, store: &mut Store) {

@@ -7,7 +7,7 @@ use cudarc::driver::CudaStream;
 use super::page_format::PageFormat;
 use crate::cuda::device::memory::{Memory, same_stream};
 use crate::format::{AttentionShape, CodeRange, KeyOrValue, SegmentFormat};
-use crate::plan::{Page, StoreCapacity};
+use crate::plan::{LargerShard, Page, StoreCapacity, check_larger};
 use crate::{Error, Result};
 
 /// Maximum bytes of one shard. Shards only bound the size of a single allocation: a step reads all shards alike.
@@ -46,6 +46,19 @@ struct Shard {
 /// Maximum number of pages in one shard.
 pub(crate) fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat) -> u32 {
     (SHARD_BYTES / format.page_bytes(shape) as u64).try_into().unwrap_or(u32::MAX)
+}
+
+/// Checks that kernels take so many shards of a store.
+///
+/// # Errors
+/// [`Error::Limit`].
+fn check_shards(shards: usize) -> Result<()> {
+    if shards <= MOST_SHARDS {
+        return Ok(());
+    }
+    let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
+    let hint = "reserve all pages in one call; that takes fewer shards";
+    Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint })
 }
 
 impl Store {
@@ -120,13 +133,42 @@ impl Store {
 
     /// Adds a shard of `pages` zeroed pages.
     pub(crate) fn add_shard(&mut self, stream: &Arc<CudaStream>, pages: u32) -> Result<()> {
+        let bytes = self.shard_bytes(pages)?;
+        check_shards(self.shards.len() + 1)?;
+        let memory = Memory::zeroed(stream, "pages", bytes)?;
+        self.shards.push(Shard { pages, memory });
+        Ok(())
+    }
+
+    fn shard_bytes(&self, pages: u32) -> Result<usize> {
         let most = max_shard_pages(&self.shape, &self.format);
         if pages == 0 || pages > most {
             let (needed, allowed) = (pages.into(), most.into());
             let hint = "add several smaller shards of at least one page";
             return Err(Error::Limit { what: "the pages of a shard".into(), needed, allowed, hint });
         }
-        let memory = Memory::zeroed(stream, "pages", pages as usize * self.page_bytes())?;
+        Ok(pages as usize * self.page_bytes())
+    }
+
+    /// A shard of `pages` pages for the place of the newest one. It begins with that shard's pages, and the others are
+    /// zeroed.
+    pub(crate) fn larger_shard(&self, stream: &Arc<CudaStream>, pages: u32) -> Result<LargerShard<Arc<Memory>>> {
+        let newest = self.shards.last();
+        check_larger(newest.map(|shard| shard.pages), pages)?;
+        let bytes = self.shard_bytes(pages)?;
+        let memory = match newest {
+            Some(newest) => newest.memory.grown(stream, "pages", bytes)?,
+            None => Memory::zeroed(stream, "pages", bytes)?,
+        };
+        Ok(LargerShard::new((self.shape, self.format), pages, memory))
+    }
+
+    /// Puts such a shard in the place of the newest one. Steps that were bound before keep the old one.
+    pub(crate) fn replace_shard(&mut self, shard: LargerShard<Arc<Memory>>) -> Result<()> {
+        let newest = self.shards.last().map(|shard| shard.pages);
+        let (pages, memory) = shard.replacing((&self.shape, &self.format), newest)?;
+        memory.check_stream("a shard", &self.stream)?;
+        self.shards.pop();
         self.shards.push(Shard { pages, memory });
         Ok(())
     }
@@ -262,11 +304,7 @@ impl Store {
     /// # Errors
     /// [`Error::Limit`] when there are more shards than kernels take.
     pub(crate) fn shard_addresses(&self, shards: usize) -> Result<[u64; MOST_SHARDS]> {
-        if shards > MOST_SHARDS {
-            let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
-            let hint = "reserve all pages in one call; that takes fewer shards";
-            return Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint });
-        }
+        check_shards(shards)?;
         let mut addresses = [0; MOST_SHARDS];
         let of_store = self.shards.iter().take(shards).map(|shard| shard.memory.address());
         addresses.iter_mut().zip(of_store).for_each(|(address, of_shard)| *address = of_shard);

@@ -8,28 +8,28 @@ pub use recorded::Recorded;
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use crate::Result;
 use crate::backend::{
     AttendArithmetic, AttendOptions, Attention, AttentionStates, Device, FlaggedToken, NewCentre, NonFinite, Packing,
     QueryPrecision, RowCentres, SpanBytes, SpanPlace, SpanRead, SpanWrite, StateParts, Storage, WriteInput,
 };
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{
-    AttendPlan, ElementType, Elements, Page, PageCopy, RowLayout, TokenWrite, WindowMove, WriteTable, append_table,
-    copy_table, windows_layout, windows_table,
+    AttendPlan, ElementType, Elements, LargerShard, Page, PageCopy, RowLayout, TokenWrite, WindowMove, WriteTable,
+    append_table, copy_table, windows_layout, windows_table,
 };
 use crate::wgpu::attend::{
-    AttendTensors, LseOutput, MergePairPlan, MergePartsPlan, RecentLaunches, Scratch, ScratchBytes, UncentreLsePlan,
-    arithmetic,
+    AttendTensors, LseOutput, MergePairPlan, MergePartsPlan, RecentLaunches, STATE_BUFFERS, Scratch, ScratchBytes,
+    UncentreLsePlan, arithmetic,
 };
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::{
-    Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, SpanReads, Store, Tensor, buffers,
+    Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, Shard, SpanReads, Store, Tensor, buffers,
     choose_adapter, guard, open_device, span_bytes, store,
 };
 use crate::wgpu::pack::{
     DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, rotated_window_bytes,
 };
+use crate::{Error, Result};
 
 /// Maximum bytes of rotated rows that wait to be packed, unless a single window has more.
 const SCRATCH_BYTES: u64 = 16 << 20;
@@ -216,6 +216,7 @@ impl Device for Wgpu {
 
 impl Storage for Wgpu {
     type Store = Store;
+    type Shard = LargerShard<Shard>;
     type SpanReads = SpanReads;
 
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Store> {
@@ -228,6 +229,25 @@ impl Storage for Wgpu {
 
     async fn add_shard(&self, store: &mut Store, pages: u32) -> Result<()> {
         store.add_shard(self.device(), pages).await
+    }
+
+    /// As many as run side by side, each with states in a buffer of its own.
+    fn shards_at_once(&self) -> usize {
+        STATE_BUFFERS
+    }
+
+    async fn larger_shard(&self, store: &Store, pages: u32) -> Result<Self::Shard> {
+        if cfg!(target_family = "wasm") {
+            let (what, hint) = ("a larger shard in a browser".into(), "add another shard");
+            // A browser does not tell which steps are submitted: their tokens would go to the old shard.
+            return Err(Error::Unsupported { what, hint: hint.into() });
+        }
+        self.check_not_recording("growth of a shard")?;
+        store.larger_shard(self.device(), &self.queue, pages).await
+    }
+
+    fn replace_shard(&self, store: &mut Store, shard: Self::Shard) -> Result<()> {
+        store.replace_shard(shard)
     }
 
     fn drop_shard(&self, store: &mut Store) {

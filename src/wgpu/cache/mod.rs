@@ -6,4 +6,4 @@ pub(super) mod store;
 
 pub use indices::Indices;
 pub use span_bytes::SpanReads;
-pub use store::{Store, StoreBuffer, max_shard_pages};
+pub use store::{Shard, Store, StoreBuffer, max_shard_pages};

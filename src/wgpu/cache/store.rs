@@ -1,7 +1,7 @@
 //! Packed keys and values on the device: pages in shards, and the ranges of spans.
 
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TileLayout};
-use crate::plan::{Page, StoreCapacity};
+use crate::plan::{LargerShard, Page, StoreCapacity, check_larger};
 use crate::wgpu::device::buffers::{self, ARRAY_USAGES};
 use crate::wgpu::device::capabilities::KernelLimits;
 use crate::wgpu::device::encoded::Encoders;
@@ -62,8 +62,9 @@ impl StoreBuffer {
     }
 }
 
+/// The buffers of a number of pages.
 #[derive(Clone, Debug)]
-struct Shard {
+pub struct Shard {
     pages: u32,
     keys: ShardTensor,
     values: ShardTensor,
@@ -85,11 +86,12 @@ impl Shard {
         }
     }
 
+    fn buffers(&self) -> impl Iterator<Item = &wgpu::Buffer> {
+        [&self.keys, &self.values].into_iter().flat_map(|tensor| std::iter::once(&tensor.tiles).chain(&tensor.ranges))
+    }
+
     fn bytes(&self) -> u64 {
-        [&self.keys, &self.values]
-            .into_iter()
-            .map(|tensor| tensor.tiles.size() + tensor.ranges.as_ref().map_or(0, wgpu::Buffer::size))
-            .sum()
+        self.buffers().map(wgpu::Buffer::size).sum()
     }
 }
 
@@ -254,6 +256,12 @@ impl Store {
     /// [`Error::Limit`] for no pages, or more than [`Store::max_shard_pages`]; [`Error::OutOfMemory`],
     /// [`Error::DeviceLost`]. On an error the store is unchanged.
     pub async fn add_shard(&mut self, device: &wgpu::Device, pages: u32) -> Result<()> {
+        let shard = self.create_shard(device, pages).await?;
+        self.shards.push(shard);
+        Ok(())
+    }
+
+    async fn create_shard(&self, device: &wgpu::Device, pages: u32) -> Result<Shard> {
         if pages == 0 || pages > self.max_shard_pages {
             return Err(Error::Limit {
                 what: "the pages of a shard".into(),
@@ -264,7 +272,43 @@ impl Store {
         }
         let keys = self.create_tensor(device, KeyOrValue::Key, pages).await?;
         let values = self.create_tensor(device, KeyOrValue::Value, pages).await?;
-        self.shards.push(Shard { pages, keys, values });
+        Ok(Shard { pages, keys, values })
+    }
+
+    /// A shard of `pages` pages for the place of the newest one. It begins with that shard's pages, as they are after
+    /// all submitted work, and the others are zeroed.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no shard or the newest one has as many pages, [`Error::Limit`] for more than
+    /// [`Store::max_shard_pages`], [`Error::NotSubmitted`], [`Error::OutOfMemory`], [`Error::DeviceLost`].
+    pub async fn larger_shard(
+        &self,
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        pages: u32,
+    ) -> Result<LargerShard<Shard>> {
+        let newest = self.shards.last();
+        check_larger(newest.map(|shard| shard.pages), pages)?;
+        self.encoders.check_submitted(device, "growth of a shard")?;
+        let larger = self.create_shard(device, pages).await?;
+        guard::submit(device, queue, "kvpack larger shard", |encoder| {
+            for (old, new) in newest.into_iter().flat_map(Shard::buffers).zip(larger.buffers()) {
+                encoder.copy_buffer_to_buffer(old, 0, new, 0, old.size());
+            }
+        })?;
+        guard::settled(device).await?;
+        Ok(LargerShard::new((self.shape, self.format), pages, larger))
+    }
+
+    /// Puts such a shard in the place of the newest one. Earlier bindings stay bound to the old buffers.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when it was made for another shape or format, or has fewer pages than the newest one.
+    pub fn replace_shard(&mut self, shard: LargerShard<Shard>) -> Result<()> {
+        let newest = self.shards.last().map(|shard| shard.pages);
+        let (_, shard) = shard.replacing((&self.shape, &self.format), newest)?;
+        self.shards.pop();
+        self.shards.push(shard);
         Ok(())
     }
 

@@ -52,6 +52,11 @@ impl<B: Backend> Forward for Waiting<B> {
         self.0.add_shard(store, pages).await
     }
 
+    async fn larger_shard(&self, store: &<B as Storage>::Store, pages: u32) -> Result<<B as Storage>::Shard> {
+        wait().await;
+        self.0.larger_shard(store, pages).await
+    }
+
     async fn reserve_ranges(&self, store: &mut <B as Storage>::Store, slots: usize) -> Result<()> {
         wait().await;
         self.0.reserve_ranges(store, slots).await
