@@ -3,7 +3,7 @@
 use super::scratch::{Scratch, ScratchSection};
 use crate::format::{AttentionShape, KeyOrValue};
 use crate::plan::{Dispatch, QueryLayout, Work};
-use crate::wgpu::device::store::StoreBuffer;
+use crate::wgpu::device::StoreBuffer;
 use crate::wgpu::device::{Store, Tensor, Variant};
 use crate::{Error, Result};
 

@@ -11,7 +11,7 @@ use super::state_buffers::{buffer_of, buffer_rows};
 use crate::backend::AttendOptions;
 use crate::format::{AttentionShape, Calibration, KeyOrValue, SegmentFormat, TILE_TOKENS};
 use crate::plan::{Dispatch, ElementType, ItemMask, QueryLayout, Scoring, StateRows, StoreWork, Work};
-use crate::wgpu::device::store::StoreBuffer;
+use crate::wgpu::device::StoreBuffer;
 use crate::wgpu::device::{Capabilities, Variant};
 use crate::{Error, Result};
 

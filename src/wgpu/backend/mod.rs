@@ -24,7 +24,7 @@ use crate::wgpu::attend::{
 use crate::wgpu::device::capabilities::Path;
 use crate::wgpu::device::{
     Capabilities, Checks, Indices, KernelLimits, Kernels, Requirements, Shard, SpanReads, Store, Tensor, buffers,
-    choose_adapter, guard, open_device, span_bytes, store,
+    choose_adapter, guard, max_shard_pages, open_device, span_bytes,
 };
 use crate::wgpu::pack::{
     DequantizePlan, FindNonFinitePlan, KeyMeanPlan, NonFiniteFlags, QuantizePlan, rotated_window_bytes,
@@ -224,7 +224,7 @@ impl Storage for Wgpu {
     }
 
     fn max_shard_pages(&self, shape: &AttentionShape, format: &SegmentFormat) -> u32 {
-        store::max_shard_pages(shape, format, &self.capabilities.limits)
+        max_shard_pages(shape, format, &self.capabilities.limits)
     }
 
     async fn add_shard(&self, store: &mut Store, pages: u32) -> Result<()> {

@@ -1,7 +1,8 @@
 //! Saves a span as bytes and restores it: page by page the parts of the page, then the span ranges, then the centre of
 //! the sequence.
 
-use super::store::{Store, StoreBuffer};
+use super::shard::StoreBuffer;
+use super::store::Store;
 use crate::Result;
 use crate::backend::{SpanBytes, SpanPlace};
 use crate::format::{KeyOrValue, SegmentFormat};

@@ -1,6 +1,7 @@
 //! Packed keys and values on the device: pages in shards, and the ranges of spans.
 
-use crate::format::{AttentionShape, KeyOrValue, SegmentFormat, TileLayout};
+use super::shard::{PagePart, Shard, StoreBuffer, largest_page_part, max_shard_pages};
+use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{LargerShard, Page, StoreCapacity, check_larger};
 use crate::wgpu::device::buffers::{self, ARRAY_USAGES};
 use crate::wgpu::device::capabilities::KernelLimits;
@@ -29,70 +30,6 @@ pub struct Store {
     value_ranges: Option<wgpu::Buffer>,
     centres: Option<wgpu::Buffer>,
     encoders: Encoders,
-}
-
-/// A buffer of a shard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StoreBuffer {
-    /// Tiles of keys.
-    Keys,
-    /// Tile ranges of keys.
-    KeyRanges,
-    /// Tiles of values.
-    Values,
-    /// Tile ranges of values.
-    ValueRanges,
-}
-
-impl StoreBuffer {
-    /// The tiles of keys or of values.
-    pub const fn tiles(which: KeyOrValue) -> Self {
-        match which {
-            KeyOrValue::Key => Self::Keys,
-            KeyOrValue::Value => Self::Values,
-        }
-    }
-
-    /// The tile ranges of keys or of values.
-    pub const fn ranges(which: KeyOrValue) -> Self {
-        match which {
-            KeyOrValue::Key => Self::KeyRanges,
-            KeyOrValue::Value => Self::ValueRanges,
-        }
-    }
-}
-
-/// The buffers of a number of pages.
-#[derive(Clone, Debug)]
-pub struct Shard {
-    pages: u32,
-    keys: ShardTensor,
-    values: ShardTensor,
-}
-
-#[derive(Clone, Debug)]
-struct ShardTensor {
-    tiles: wgpu::Buffer,
-    ranges: Option<wgpu::Buffer>,
-}
-
-impl Shard {
-    const fn part(&self, part: StoreBuffer) -> Option<&wgpu::Buffer> {
-        match part {
-            StoreBuffer::Keys => Some(&self.keys.tiles),
-            StoreBuffer::KeyRanges => self.keys.ranges.as_ref(),
-            StoreBuffer::Values => Some(&self.values.tiles),
-            StoreBuffer::ValueRanges => self.values.ranges.as_ref(),
-        }
-    }
-
-    fn buffers(&self) -> impl Iterator<Item = &wgpu::Buffer> {
-        [&self.keys, &self.values].into_iter().flat_map(|tensor| std::iter::once(&tensor.tiles).chain(&tensor.ranges))
-    }
-
-    fn bytes(&self) -> u64 {
-        self.buffers().map(wgpu::Buffer::size).sum()
-    }
 }
 
 impl Store {
@@ -143,7 +80,7 @@ impl Store {
     /// The store's entry in a [layout of steps](crate::plan::WriteLayout), for steps that put up to `tokens` tokens
     /// into the store and copy up to `copies` of its pages.
     pub fn step_capacity(&self, tokens: usize, copies: usize) -> StoreCapacity {
-        let shard_pages = self.shards.iter().map(|shard| shard.pages).collect();
+        let shard_pages = self.shards.iter().map(Shard::pages).collect();
         StoreCapacity {
             format: self.format,
             shard_pages,
@@ -162,7 +99,7 @@ impl Store {
 
     /// Pages that a shard holds, or 0 if there is no such shard.
     pub fn shard_pages(&self, shard: u32) -> u32 {
-        self.shards.get(shard as usize).map_or(0, |shard| shard.pages)
+        self.shards.get(shard as usize).map_or(0, Shard::pages)
     }
 
     /// A buffer of a shard.
@@ -270,9 +207,7 @@ impl Store {
                 hint: "add several smaller shards of at least one page",
             });
         }
-        let keys = self.create_tensor(device, KeyOrValue::Key, pages).await?;
-        let values = self.create_tensor(device, KeyOrValue::Value, pages).await?;
-        Ok(Shard { pages, keys, values })
+        Shard::create(device, (&self.shape, &self.format), pages).await
     }
 
     /// A shard of `pages` pages for the place of the newest one. It begins with that shard's pages, as they are after
@@ -288,7 +223,7 @@ impl Store {
         pages: u32,
     ) -> Result<LargerShard<Shard>> {
         let newest = self.shards.last();
-        check_larger(newest.map(|shard| shard.pages), pages)?;
+        check_larger(newest.map(Shard::pages), pages)?;
         self.encoders.check_submitted(device, "growth of a shard")?;
         let larger = self.create_shard(device, pages).await?;
         guard::submit(device, queue, "kvpack larger shard", |encoder| {
@@ -305,7 +240,7 @@ impl Store {
     /// # Errors
     /// [`Error::Plan`] when it was made for another shape or format, or has fewer pages than the newest one.
     pub fn replace_shard(&mut self, shard: LargerShard<Shard>) -> Result<()> {
-        let newest = self.shards.last().map(|shard| shard.pages);
+        let newest = self.shards.last().map(Shard::pages);
         let (_, shard) = shard.replacing((&self.shape, &self.format), newest)?;
         self.shards.pop();
         self.shards.push(shard);
@@ -315,21 +250,6 @@ impl Store {
     /// Drops the newest shard, if there is one. Bindings made before keep it on the device.
     pub fn drop_shard(&mut self) {
         self.shards.pop();
-    }
-
-    async fn create_tensor(&self, device: &wgpu::Device, which: KeyOrValue, pages: u32) -> Result<ShardTensor> {
-        let part = PagePart::new(&self.shape, &self.format, which);
-        let (tiles, ranges) = match which {
-            KeyOrValue::Key => ("tiles of keys", "tile ranges of keys"),
-            KeyOrValue::Value => ("tiles of values", "tile ranges of values"),
-        };
-        let bytes = |of_page: u64| of_page * u64::from(pages);
-        let tiles = buffers::create(device, tiles, bytes(part.tiles), ARRAY_USAGES).await?;
-        let ranges = match part.ranges {
-            0 => None,
-            of_page => Some(buffers::create(device, ranges, bytes(of_page), ARRAY_USAGES).await?),
-        };
-        Ok(ShardTensor { tiles, ranges })
     }
 
     /// Grows the span ranges to at least `slots` slots. Existing slots keep their contents, and new ones are zeroed.
@@ -449,7 +369,7 @@ impl Store {
                     "there is no page {} in shard {}; the shards hold {:?} pages",
                     page.index,
                     page.shard,
-                    self.shards.iter().map(|shard| shard.pages).collect::<Vec<_>>()
+                    self.shards.iter().map(Shard::pages).collect::<Vec<_>>()
                 ),
             }),
         }
@@ -496,35 +416,5 @@ impl Store {
     /// Bytes of the span ranges of keys, or of values, of one slot.
     pub(crate) fn slot_bytes(&self) -> u64 {
         (self.shape.kv_heads() * self.shape.head_dim() * size_of::<crate::format::CodeRange>()) as u64
-    }
-}
-
-/// Largest number of pages that one shard of such a store can hold within `limits`; 0 if not even one page fits.
-pub fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat, limits: &KernelLimits) -> u32 {
-    u32::try_from(limits.binding_bytes / largest_page_part(shape, format)).unwrap_or(u32::MAX)
-}
-
-/// Bytes of the largest part of a page. Each part lies in a buffer of its own.
-fn largest_page_part(shape: &AttentionShape, format: &SegmentFormat) -> u64 {
-    let parts = [KeyOrValue::Key, KeyOrValue::Value].map(|which| PagePart::new(shape, format, which));
-    parts.into_iter().flat_map(|part| [part.tiles, part.ranges]).fold(1, u64::max)
-}
-
-/// Bytes of keys or of values in one page.
-struct PagePart {
-    tiles: u64,
-    ranges: u64,
-}
-
-impl PagePart {
-    fn new(shape: &AttentionShape, format: &SegmentFormat, which: KeyOrValue) -> Self {
-        let tensor = format.tensor(which);
-        let layout = TileLayout::of(tensor, shape.head_dim());
-        let tile_words = match which {
-            KeyOrValue::Key => layout.key_tile_words(),
-            KeyOrValue::Value => layout.value_tile_words(),
-        };
-        let bytes = |words_of_tile: usize| (words_of_tile * shape.kv_heads() * 4) as u64;
-        Self { tiles: bytes(tile_words), ranges: bytes(tensor.ranges_per_tile(shape.head_dim())) }
     }
 }
