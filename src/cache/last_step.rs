@@ -79,7 +79,15 @@ impl<I: TokenIndices + Clone> LastStep<I> {
             let sequence = query.sequence;
             let same = planned.run.queries == 1 && [planned.run.sequence, grown] == [sequence; 2];
             let unchanged = tables.changes_of(sequence) == changes + 1;
-            if !(decodes && same && unchanged && tables.recipe().attention().sees_decoding(&planned.run.visible)) {
+            // A query may have stood before the newest token: it would stay as far behind.
+            let length = tables.sequence(sequence).ok()?.length;
+            let newest = planned.run.end.is_none_or(|end| end + 1 == length);
+            if !(decodes
+                && same
+                && unchanged
+                && newest
+                && tables.recipe().attention().sees_decoding(&planned.run.visible))
+            {
                 return None;
             }
         }

@@ -7,8 +7,8 @@ pub use kvpack_device::wgpu::{
 };
 pub(super) use kvpack_device::wgpu::{buffers, capabilities, encoded, guard, launch};
 
-pub use super::cache::{Indices, Shard, SpanReads, Store, StoreBuffer, max_shard_pages};
 pub(super) use super::cache::span_bytes;
+pub use super::cache::{Indices, Shard, SpanReads, Store, StoreBuffer, max_shard_pages};
 
 impl crate::backend::TypedTensor for Tensor {
     fn elements(&self) -> usize {

@@ -2,7 +2,8 @@
 //! those of the page tables. Such steps take no memory for a part.
 //!
 //! The property fails if a fork or a step that was rolled back does not end a run of such steps, if another step fills the
-//! table between, and if a full page, a window, a sink or a sliding window is overlooked: each was tried.
+//! table between, and if a full page, a window, a sink, a sliding window or a query at an earlier position is overlooked:
+//! each was tried.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -106,6 +107,7 @@ fn steps_within_pages_take_no_memory_for_a_part() {
 enum Event {
     Decode(usize),
     DecodeOn(usize),
+    AttendEarlier(usize),
     Abandon,
     Chunk(usize, usize),
     Prompt(usize, usize),
@@ -121,6 +123,7 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
     let event = prop_oneof![
         9 => (1usize..=SEQUENCES).prop_map(Event::Decode),
         3 => (1usize..90).prop_map(Event::DecodeOn),
+        2 => (0usize..100).prop_map(Event::AttendEarlier),
         1 => Just(Event::Abandon),
         1 => (sequence(), 1usize..150).prop_map(|(of, tokens)| Event::Chunk(of, tokens)),
         1 => (sequence(), 1usize..150).prop_map(|(of, tokens)| Event::Prompt(of, tokens)),
@@ -142,6 +145,14 @@ fn happen(cache: &mut ModelCache<Cpu>, event: &Event, between: fn(&mut ModelCach
             between(cache);
             step(cache, &decoded()).is_ok()
         }),
+        Event::AttendEarlier(back) => {
+            let earlier = |sequence| {
+                let end = of(cache, sequence).saturating_sub(back).max(1);
+                QueryRun { end: Some(end), ..QueryRun::decode(sequence) }
+            };
+            let runs: Vec<QueryRun> = (0..SEQUENCES).map(earlier).collect();
+            cache.begin_attend(&runs).is_ok() && cache.commit().is_ok()
+        }
         Event::Abandon => {
             let opened = cache.begin_append(&decoded()).is_ok();
             cache.abandon();
@@ -182,6 +193,22 @@ fn open_both(cache: &mut ModelCache<Cpu>, twin: &mut ModelCache<Cpu>) {
         part.layers.iter().for_each(|&layer| part.stored.mark(layer));
         other.layers.iter().for_each(|&layer| other.stored.mark(layer));
     }
+}
+
+/// A decode step after queries that stood at an earlier position sees the newest tokens.
+#[test]
+fn queries_at_an_earlier_position_are_not_gone_on_from() {
+    let new = || {
+        let mut cache = begun("f16", LayerAttention::default().with_window(127));
+        (0..SEQUENCES).for_each(|sequence| step(&mut cache, &[TokenRun::chunk(sequence, 200)]).unwrap());
+        cache
+    };
+    let (mut cache, mut twin) = (new(), new());
+    let earlier = |sequence| QueryRun { end: Some(150), ..QueryRun::decode(sequence) };
+    cache.begin_attend(&(0..SEQUENCES).map(earlier).collect::<Vec<_>>()).unwrap();
+    cache.commit().unwrap();
+    open_both(&mut cache, &mut twin);
+    assert_eq!(cache.plan(0).unwrap().runs()[0].limits(0).from, 73);
 }
 
 /// Steps go on across pages, windows and the end of a sink, which lies within a page where a prompt was compressed.
