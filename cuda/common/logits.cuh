@@ -18,10 +18,15 @@ constexpr float HIDDEN = -1e30f;
 
 __device__ __forceinline__ float capped(const AttendCall& call, float score) {
     const float x = score / call.soft_cap;
-    // Beyond 10 it is 1 in f32; NaN stays NaN.
-    const float bounded = x > 10.0f ? 10.0f : x < -10.0f ? -10.0f : x;
-    const float e = exp2_approx(2.885390082f * bounded);
-    return call.soft_cap * ((e - 1.0f) / (e + 1.0f));
+    // Beyond 10 it is 1 in f32.
+    const float e = exp2_approx(2.885390082f * fminf(fmaxf(x, -10.0f), 10.0f));
+    // Near 0 three terms are exact to a bit, and the quotient loses digits: all of them where a cap is far above the
+    // scores.
+    const float square = x * x;
+    const float near = x * (1.0f - square * (0.333333333f - square * 0.133333333f));
+    const float bent = fabsf(x) < 0.1f ? near : (e - 1.0f) / (e + 1.0f);
+    // NaN and infinities stay what they are, so that the outputs of their query head are NaN.
+    return fabsf(score) <= 3.402823466e38f ? call.soft_cap * bent : score;
 }
 
 // Whether token `token` of the item is hidden.

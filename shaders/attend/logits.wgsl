@@ -9,11 +9,12 @@ fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // Scores that a soft cap bends, and tokens that are hidden from the query.
 //
-//   s -> SOFT_CAP · tanh(s / SOFT_CAP)   where CAPPED is 1,
+//   s -> SOFT_CAP · tanh(s / SOFT_CAP)   where CAPPED is 1 and s is finite,
 //   LOWEST                               where MASKED is 1 and the token's bit is 0, or MASKED is 2 and it lies before
 //                                        the window
 //
-// Scores and cap are in units of log2. The bits of an item lie behind the pages in the page table, four words for
+// Scores and cap are in units of log2. NaN and infinities stay what they are, so that the outputs of their query head
+// are NaN. The bits of an item lie behind the pages in the page table, four words for
 // every tile, the lowest bit of a word first: token r + 32 · i of a tile is bit r of word i, that of lane r. Of an item
 // in which a window begins, the first `scores` tokens are hidden. Every masked item has a token that its one query sees.
 //
@@ -30,14 +31,23 @@ const MASKED: u32 = 1u;
 const SOFT_CAP: f32 = 50f;
 // Beyond it tanh is 1 in f32.
 const TANH_END: f32 = 10f;
+// Below it three terms of tanh are exact to a bit, and the quotient loses digits: all of them where a cap is far above
+// the scores.
+const TANH_NEAR: f32 = 0.1f;
+const EXPONENT_BITS: u32 = 0x7f800000u;
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {
     if (CAPPED == 1u) {
         // unroll
         for (var i = 0u; i < HEADS * LANE_TOKENS; i++) {
-            let x = clamp(token_scores[i] / SOFT_CAP, -TANH_END, TANH_END);
+            let score = token_scores[i];
+            let x = clamp(score / SOFT_CAP, -TANH_END, TANH_END);
             let e = exp2(2f * LOG2_E * x);
-            token_scores[i] = SOFT_CAP * ((e - 1f) / (e + 1f));
+            let square = x * x;
+            let near = x * (1f - square * (1f / 3f - square * (2f / 15f)));
+            let bent = SOFT_CAP * select((e - 1f) / (e + 1f), near, abs(x) < TANH_NEAR);
+            let is_finite = (bitcast<u32>(score) & EXPONENT_BITS) != EXPONENT_BITS;
+            token_scores[i] = select(score, bent, is_finite);
         }
     }
     if (MASKED == 1u) {

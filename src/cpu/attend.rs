@@ -76,7 +76,9 @@ impl AttendBuffers<'_> {
             self.keys.score(key_tile, tokens, queries, &mut self.weights);
             for (head, weights) in self.weights.chunks_exact_mut(TILE_TOKENS).enumerate() {
                 if let Some(cap) = segment.scoring().soft_cap() {
-                    weights[..tokens].iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+                    // NaN and infinities stay, so that the outputs of their query head are NaN.
+                    let finite = weights[..tokens].iter_mut().filter(|score| score.is_finite());
+                    finite.for_each(|score| *score = cap * (*score / cap).tanh());
                 }
                 let rescale_acc = match job.masked {
                     false => self.softmax[head].weigh(&mut weights[..tokens]),

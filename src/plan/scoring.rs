@@ -29,6 +29,9 @@ pub struct Scoring {
 }
 
 impl Scoring {
+    /// Largest scale and largest cap. Kernels multiply them by log2(e), and the product is finite in f32.
+    pub const LARGEST: f32 = f32::MAX / 2.0;
+
     /// The scoring of a shape that says nothing else: `1/√head_dim`, no cap, no sinks.
     pub fn of(shape: &AttentionShape) -> Self {
         Self { scale: 1.0 / (shape.head_dim() as f32).sqrt(), soft_cap: None, sinks: None }
@@ -37,16 +40,16 @@ impl Scoring {
     /// The same with another factor on `q·k`.
     ///
     /// # Errors
-    /// [`Error::Plan`] unless the factor is finite and above 0.
+    /// [`Error::Plan`] unless the factor is above 0 and [small enough](Scoring::LARGEST).
     pub fn with_scale(self, scale: f32) -> Result<Self> {
         positive("softmax scale", scale)?;
         Ok(Self { scale, ..self })
     }
 
-    /// The same with scores that stay within ±`cap`.
+    /// The same with scores that stay within ±`cap`. Scores that are not finite stay what they are.
     ///
     /// # Errors
-    /// [`Error::Plan`] unless the cap is finite and above 0.
+    /// [`Error::Plan`] unless the cap is above 0 and [small enough](Scoring::LARGEST).
     pub fn with_soft_cap(self, cap: f32) -> Result<Self> {
         positive("soft cap", cap)?;
         Ok(Self { soft_cap: Some(cap), ..self })
@@ -127,10 +130,12 @@ impl Scoring {
 }
 
 fn positive(what: &'static str, x: f32) -> Result<()> {
-    if x.is_finite() && x > 0.0 {
+    // Kernels may take a number below the normal ones for 0.
+    if (f32::MIN_POSITIVE..=Scoring::LARGEST).contains(&x) {
         return Ok(());
     }
-    Err(Error::Plan { what, reason: format!("{x} was given; use a finite number above 0") })
+    let (least, largest) = (f32::MIN_POSITIVE, Scoring::LARGEST);
+    Err(Error::Plan { what, reason: format!("{x:e} was given; use a number from {least:e} to {largest:e}") })
 }
 
 #[cfg(test)]

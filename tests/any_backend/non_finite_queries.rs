@@ -2,7 +2,7 @@
 
 use kvpack::backend::{Backend, QueryPrecision};
 use kvpack::cache::{KvCache, ModelRecipe, Recipe};
-use kvpack::plan::{ElementType, RowLayout};
+use kvpack::plan::{ElementType, LayerAttention, RowLayout, Scoring};
 use kvpack::{AttentionShape, Bits, Calibration};
 use pollster::block_on;
 
@@ -14,7 +14,7 @@ const TOKENS: usize = 300;
 /// The spoilt heads, and what is in them.
 const SPOILT: [(usize, f32); 3] = [(1, f32::NAN), (4, f32::INFINITY), (6, f32::NEG_INFINITY)];
 
-/// Every method at every width, CalibQuant with calibrated scores, and a query of 8 bits.
+/// Every method at every width, CalibQuant with calibrated scores, a query of 8 bits, and scores with a soft cap.
 fn recipes(shape: &AttentionShape) -> Vec<(String, Recipe)> {
     let all = ModelRecipe::all().into_iter().map(|recipe| (recipe.to_string(), recipe.layer(0, shape)));
     let mut recipes: Vec<(String, Recipe)> = all.collect();
@@ -22,6 +22,9 @@ fn recipes(shape: &AttentionShape) -> Vec<(String, Recipe)> {
     let packing = |bits| Recipe::calibquant(bits).with_window(0);
     recipes.push(("calibrated".into(), packing(Bits::Two).with_calibration(calibration)));
     recipes.push(("8-bit query".into(), packing(Bits::Four).with_query(QueryPrecision::Int8)));
+    let capped = LayerAttention::default().with_scoring(Scoring::of(shape).with_soft_cap(30.0).unwrap());
+    recipes.push(("capped".into(), packing(Bits::Four).with_attention(capped.clone())));
+    recipes.push(("capped f16".into(), Recipe::f16().with_attention(capped)));
     recipes
 }
 

@@ -132,7 +132,19 @@ pub(super) fn read_path() -> Vec<AttendCase> {
     cases.push(unseen(3, Scored::Plain));
     cases.push(unseen(3, Scored::Sinks));
     cases.extend(histories());
+    cases.extend(far_caps());
     cases
+}
+
+/// Caps far above all scores, as engines say that there is none.
+fn far_caps() -> impl Iterator<Item = AttendCase> {
+    let kinds = [(SegmentFormat::F16, 64, 300, 1e6), (SegmentFormat::per_channel(Bits::Four), 128, 8, 1e9)];
+    kinds.into_iter().enumerate().map(|(i, (format, head_dim, rows, cap))| {
+        let mut case = case(Seen::Causal, Scored::Plain, (format, 4, head_dim), rows, i);
+        case.name = format!("read-far-cap-{rows}-d{head_dim}-{}", slug(&format.key));
+        case.scoring = Scoring::of(&case.shape).with_soft_cap(cap).expect("the cap is finite and above 0");
+        case
+    })
 }
 
 /// A part of a prompt over a history that is several times as long as its rows are wide, which kernels may unpack once
