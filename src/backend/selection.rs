@@ -31,6 +31,8 @@ impl<T> Copy for TensorRows<'_, T> {}
 pub struct QueriesAndKeys<'a, T> {
     /// Heads.
     pub shape: AttentionShape,
+    /// Factor on `q·k`: [`Scoring::scale`](crate::plan::Scoring::scale). Nothing else of a scoring is applied.
+    pub scale: f32,
     /// Positions of the query rows in the context.
     pub rows: &'a QueryPositions,
     /// The query rows `[rows, query_heads, head_dim]`, one for each position.
@@ -52,6 +54,8 @@ impl<T> Copy for QueriesAndKeys<'_, T> {}
 pub struct NewQueries<'a, T> {
     /// Heads.
     pub shape: AttentionShape,
+    /// Factor on `q·k`: [`Scoring::scale`](crate::plan::Scoring::scale). Nothing else of a scoring is applied.
+    pub scale: f32,
     /// Positions of the query rows in the prompt so far. They are consecutive.
     pub rows: &'a QueryPositions,
     /// The queries of the step, `[rows of the step, query_heads, head_dim]`.

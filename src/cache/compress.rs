@@ -59,9 +59,11 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoTextAfterImage`] when the policy measures the text after the image and there is none.
+    /// [`Error::NoTextAfterImage`] when the policy measures the text after the image and there is none;
+    /// [`Error::Unsupported`] when a layer has a sliding window.
     pub fn observe(&self, policy: Policy, spans: Spans) -> Result<ObservedPrompt<B>> {
-        ObservedPrompt::new(self.backend().clone(), &self.shapes(), policy, spans)
+        self.check_gathers("a policy that chooses among a prompt")?;
+        ObservedPrompt::new(self.backend().clone(), self.measured_layers(), policy, spans)
     }
 
     /// Stores the part of a prompt that its policy keeps, at the end of a sequence, in every layer: with budgets over
@@ -153,6 +155,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     ) -> Result<()> {
         self.check_no_step()?;
         self.length(sequence)?;
+        self.check_gathers("keeping tokens of a prompt")?;
         let shapes = self.shapes();
         if prompt.len() != shapes.len() || selection.layers().len() != shapes.len() {
             let (given, chosen) = (prompt.len(), selection.layers().len());
@@ -183,6 +186,7 @@ impl<B: Backend + Clone> ModelCache<B> {
 
     /// The layers of a prompt that was observed for this cache.
     fn layers_of<'a>(&self, prompt: &'a ObservedPrompt<B>) -> Result<Vec<&'a ObservedLayer<B>>> {
+        self.check_gathers("compressing a prompt")?;
         let layers = prompt.observed()?;
         if layers.iter().map(|layer| layer.shape).eq(self.shapes()) {
             return Ok(layers);

@@ -32,6 +32,7 @@ mod larger_shards;
 mod last_step;
 mod layer_reads;
 mod layers;
+mod measured_layers;
 mod memory;
 mod methods;
 mod mixture;

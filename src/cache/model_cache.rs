@@ -404,7 +404,7 @@ impl<B: Backend> StepKinds for &ModelCache<B> {
             let same = |other: &StepKind<'_>| {
                 let shapes =
                     (other.layout.shape(), other.stores, other.query) == (of.layout.shape(), of.stores, of.query);
-                shapes && other.layout.windows() == of.layout.windows()
+                shapes && other.layout.windows() == of.layout.windows() && other.attention.is_alike(of.attention)
             };
             if !kinds.iter().any(same) {
                 kinds.push(of);

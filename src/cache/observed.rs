@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::decided::{Decided, DecidedLayer};
+use super::measured_layers::MeasuredLayer;
 use crate::backend::{Backend, MeasuredAttention, QueriesAndKeys, TensorRows};
 use crate::format::AttentionShape;
 use crate::plan::RowLayout;
@@ -29,7 +30,7 @@ pub struct ObservedPrompt<B: Backend> {
 
 /// A layer of the prompt.
 struct PromptLayer<B: Backend> {
-    shape: AttentionShape,
+    layer: MeasuredLayer,
     observed: Option<ObservedLayer<B>>,
 }
 
@@ -83,9 +84,9 @@ impl<T> Copy for MeasuredQueries<'_, T> {}
 type RowsAndQueries<'s, 'a, T> = Option<(&'s QueryPositions, MeasuredQueries<'a, T>)>;
 
 impl<B: Backend> ObservedPrompt<B> {
-    pub(super) fn new(backend: B, shapes: &[AttentionShape], policy: Policy, spans: Spans) -> Result<Self> {
+    pub(super) fn new(backend: B, layers: Vec<MeasuredLayer>, policy: Policy, spans: Spans) -> Result<Self> {
         let rows = policy.query_rows(&spans)?;
-        let layers = shapes.iter().map(|&shape| PromptLayer { shape, observed: None }).collect();
+        let layers = layers.into_iter().map(|layer| PromptLayer { layer, observed: None }).collect();
         let columns = columns(&policy);
         Ok(Self { backend, policy, spans, rows, columns, layers })
     }
@@ -112,20 +113,22 @@ impl<B: Backend> ObservedPrompt<B> {
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer; [`Error::Selection`] when there is not one row per token of the
-    /// prompt, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout requires; as
-    /// [`measure_attention`](crate::backend::TokenSelection::measure_attention).
+    /// prompt, or queries are missing; [`Error::Elements`] when a tensor is shorter than its layout requires;
+    /// [`Error::Unsupported`] when attention is measured in a layer with a soft cap, or with sinks and without
+    /// `known_lse`; as [`measure_attention`](crate::backend::TokenSelection::measure_attention).
     pub fn observe(
         &mut self,
         layer: usize,
         dense: DenseLayer<B::Tensor>,
         queries: Option<MeasuredQueries<'_, B::Tensor>>,
     ) -> Result<()> {
-        let shape = self.check_layer(layer, &dense)?;
+        let MeasuredLayer { shape, attention } = self.check_layer(layer, &dense)?;
         let measured = match self.measured_rows(layer, queries)? {
             None => None,
             Some((rows, queries)) => {
                 let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
-                let input = QueriesAndKeys { shape, rows, queries: queries.queries, keys };
+                let scale = attention.scale(&shape);
+                let input = QueriesAndKeys { shape, scale, rows, queries: queries.queries, keys };
                 let known = queries.known_lse.is_some();
                 let source = if known { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
                 let request = StatsRequest { columns: self.columns, rows: source };
@@ -136,13 +139,13 @@ impl<B: Backend> ObservedPrompt<B> {
         Ok(())
     }
 
-    /// The shape of a layer, if there is one and its rows are those of the prompt.
+    /// A layer, if there is one and its rows are those of the prompt.
     ///
     /// # Errors
     /// [`Error::Plan`], [`Error::Selection`], [`Error::Elements`]: those of [`ObservedPrompt::observe`].
-    pub(crate) fn check_layer(&self, layer: usize, dense: &DenseLayer<B::Tensor>) -> Result<AttentionShape> {
+    pub(crate) fn check_layer(&self, layer: usize, dense: &DenseLayer<B::Tensor>) -> Result<MeasuredLayer> {
         let layers = self.layers.len();
-        let Some(&PromptLayer { shape, .. }) = self.layers.get(layer) else {
+        let Some(PromptLayer { layer: of, .. }) = self.layers.get(layer) else {
             return Err(Error::Plan { what: "layer", reason: format!("layer {layer} of a prompt of {layers} layers") });
         };
         let tokens = self.spans.tokens();
@@ -150,15 +153,17 @@ impl<B: Backend> ObservedPrompt<B> {
             let reason = format!("layer {layer} has {} tokens; the prompt has {tokens}", dense.rows.tokens);
             return Err(Error::Selection { reason });
         }
-        dense.rows.check("keys", self.backend.elements(&dense.keys), &shape)?;
-        dense.rows.check("values", self.backend.elements(&dense.values), &shape)?;
-        Ok(shape)
+        dense.rows.check("keys", self.backend.elements(&dense.keys), &of.shape)?;
+        dense.rows.check("values", self.backend.elements(&dense.values), &of.shape)?;
+        Ok(of.clone())
     }
 
     /// The rows to measure and their queries; `None` if nothing is measured.
     ///
     /// # Errors
-    /// [`Error::Selection`] when queries are missing.
+    /// [`Error::Selection`] when queries are missing; those of [`LayerAttention::check_measured`].
+    ///
+    /// [`LayerAttention::check_measured`]: crate::plan::LayerAttention::check_measured
     pub(crate) fn measured_rows<'a>(
         &self,
         layer: usize,
@@ -166,7 +171,11 @@ impl<B: Backend> ObservedPrompt<B> {
     ) -> Result<RowsAndQueries<'_, 'a, B::Tensor>> {
         match (&self.rows, queries) {
             (None, _) => Ok(None),
-            (Some(rows), Some(queries)) => Ok(Some((rows, queries))),
+            (Some(rows), Some(queries)) => {
+                let attention = self.layers.get(layer).map(|layer| &layer.layer.attention);
+                attention.map_or(Ok(()), |of| of.check_measured(layer, queries.known_lse.is_some()))?;
+                Ok(Some((rows, queries)))
+            }
             (Some(rows), None) => {
                 let reason =
                     format!("the policy measures {} query rows, but layer {layer} came without queries", rows.len());
@@ -192,7 +201,7 @@ impl<B: Backend> ObservedPrompt<B> {
         let (column_sums, counted) = statistics.unzip();
         let measured = |column_sums| MeasuredAttention { row_max: None, row_lse: None, column_sums, counts: None };
         let (measured, counted) = (column_sums.map(measured), counted.flatten());
-        of_layer.observed = Some(ObservedLayer { shape: of_layer.shape, dense, measured, counted });
+        of_layer.observed = Some(ObservedLayer { shape: of_layer.layer.shape, dense, measured, counted });
     }
 
     /// Replaces the policy that decides over the measurements: with another share, other layer budgets, another way to

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::ModelCache;
 use super::decided::{Decided, DecidedLayer};
-use super::layers::LayerGroup;
+use super::measured_layers::MeasuredLayer;
 use super::observed::columns;
 use crate::backend::{Backend, NewQueries, SpanBytes, SpanRead, TensorRows};
 use crate::format::AttentionShape;
@@ -47,7 +47,7 @@ pub struct ObservedParts<B: Backend> {
 
 /// What was measured of a layer.
 struct LayerParts<B: Backend> {
-    shape: AttentionShape,
+    layer: MeasuredLayer,
     /// Rows measured so far.
     rows: usize,
     /// Column sums over these rows, `[kv_heads, tokens]`, or `[query_heads, tokens]`.
@@ -94,18 +94,7 @@ impl<B: Backend + Clone> ModelCache<B> {
                 format!("layer {other} has {given} KV heads and layer 0 has {kv_heads}; budgets are shared by heads");
             return Err(Error::Selection { reason });
         }
-        let windowed = |group: &LayerGroup<B>| Some((group.numbers()[0], group.recipe().attention().window()?));
-        if let Some((layer, left)) = self.groups.iter().find_map(windowed) {
-            return Err(Error::Unsupported {
-                what: format!(
-                    "a policy that chooses among a prompt in parts, with a sliding window of {left} positions in layer \
-                     {layer}"
-                ),
-                hint: "where gathered tokens stood is not known, so that a window does not say which it sees; say what is \
-                       stored as spans (ModelCache::pack_parts)"
-                    .into(),
-            });
-        }
+        self.check_gathers("a policy that chooses among a prompt in parts")?;
         let backend = self.backend().clone();
         let chosen = match (&rows, policy.keep) {
             (Some(_), KeepRule::Best { .. }) => None,
@@ -115,8 +104,8 @@ impl<B: Backend + Clone> ModelCache<B> {
             }
         };
         let rows = rows.filter(|_| chosen.is_none());
-        let layers = shapes.into_iter().map(|shape| LayerParts { shape, rows: 0, sums: None, counts: Vec::new() });
-        let layers = layers.collect();
+        let layers = self.measured_layers().into_iter();
+        let layers = layers.map(|layer| LayerParts { layer, rows: 0, sums: None, counts: Vec::new() }).collect();
         let (reads, counts, scratch, decided) = (None, None, None, None);
         Ok(ObservedParts {
             backend,
@@ -178,7 +167,8 @@ impl<B: Backend> ObservedParts<B> {
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, no step of the sequence is open, or the step appends no part of the
     /// prompt; [`Error::Selection`] when parts were left out or measured before; [`Error::Elements`] when a tensor has
-    /// fewer rows than the step; [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// fewer rows than the step; [`Error::Unsupported`] when attention is measured in a layer with a soft cap, or with
+    /// sinks and without log-sum-exps; [`Error::OutOfMemory`] or [`Error::Limit`].
     pub fn observe(&mut self, cache: &ModelCache<B>, layer: usize, queries: PartQueries<'_, B::Tensor>) -> Result<()> {
         let part = cache.open_part(layer, (self.sequence, self.start))?;
         let (total, layers) = (self.spans.tokens(), self.layers.len());
@@ -203,16 +193,18 @@ impl<B: Backend> ObservedParts<B> {
         if first == end {
             return Ok(());
         }
+        let log_sum_exps = queries.log_sum_exps.filter(|_| self.columns.threshold.is_none());
+        of.layer.attention.check_measured(layer, log_sum_exps.is_some())?;
         let positions = rows.positions()[first..end].to_vec();
         let first_row = part.first_row + positions[0] as usize - (part.end - part.tokens);
         let measured = QueryPositions::new(positions, part.end)?;
         let stores = cache.stores(layer)?;
         self.backend.dequantize_with(stores[0], part.read, &mut self.scratch)?;
         let Some((keys, _)) = &self.scratch else { return Ok(()) };
-        let keys = TensorRows { tensor: keys, layout: RowLayout::head_major(part.end, &of.shape) };
-        let log_sum_exps = queries.log_sum_exps.filter(|_| self.columns.threshold.is_none());
+        let keys = TensorRows { tensor: keys, layout: RowLayout::head_major(part.end, &of.layer.shape) };
         let input = NewQueries {
-            shape: of.shape,
+            shape: of.layer.shape,
+            scale: of.layer.scale(),
             rows: &measured,
             queries: queries.queries,
             first_row,
@@ -271,7 +263,7 @@ impl<B: Backend> ObservedParts<B> {
             let of_head = |head: usize| {
                 parts.iter().flat_map(move |(words, rows)| words.iter().skip(head * rows).take(*rows).copied())
             };
-            let counts = (0..of.shape.query_heads()).flat_map(of_head).collect();
+            let counts = (0..of.layer.shape.query_heads()).flat_map(of_head).collect();
             LayerStatistics { column_sums: Vec::new(), counts }
         });
         self.counts = Some(layers.collect());
@@ -321,7 +313,7 @@ impl<B: Backend> ObservedParts<B> {
                 "budgets depend on counts; read them with ObservedParts::begin_counts and finish_counts".into();
             return Err(Error::Selection { reason });
         }
-        let kv_heads = self.layers[0].shape.kv_heads();
+        let kv_heads = self.layers[0].layer.shape.kv_heads();
         let statistics = self.counts.as_deref().unwrap_or(&[]);
         let budgets = self.policy.budgets(&self.spans, self.layers.len(), kv_heads, statistics)?;
         let mut decided = Vec::with_capacity(budgets.len());
@@ -332,7 +324,7 @@ impl<B: Backend> ObservedParts<B> {
             };
             // Sums of heads that were not aggregated wait for it.
             let waits = self.policy.scores.aggregation == HeadAggregation::Max;
-            let group = if waits { of.shape.group() } else { 1 };
+            let group = if waits { of.layer.shape.group() } else { 1 };
             let request = request.map(|request| ScoreRequest { group, ..request });
             decided.push(match (&of.sums, request) {
                 (Some(sums), Some(request)) => {
@@ -358,7 +350,7 @@ impl<B: Backend> ObservedParts<B> {
             return Err(Error::Selection { reason });
         }
         let statistics = self.counts.as_deref().unwrap_or(&[]);
-        self.policy.budgets(&self.spans, self.layers.len(), self.layers[0].shape.kv_heads(), statistics)
+        self.policy.budgets(&self.spans, self.layers.len(), self.layers[0].layer.shape.kv_heads(), statistics)
     }
 
     pub(super) fn scratch(&mut self) -> &mut Option<(B::Tensor, B::Tensor)> {
@@ -367,13 +359,13 @@ impl<B: Backend> ObservedParts<B> {
 
     /// Keeps what was chosen and stored.
     pub(super) fn set_decided(&mut self, layers: Vec<DecidedLayer<B>>) {
-        let (tokens, kv_heads) = (self.spans.tokens(), self.layers[0].shape.kv_heads());
+        let (tokens, kv_heads) = (self.spans.tokens(), self.layers[0].layer.shape.kv_heads());
         self.decided = Some(Decided { tokens, kv_heads, layers });
     }
 
     /// The shapes of the layers that it was begun for.
     pub(super) fn shapes(&self) -> impl Iterator<Item = AttentionShape> + '_ {
-        self.layers.iter().map(|of| of.shape)
+        self.layers.iter().map(|of| of.layer.shape)
     }
 }
 

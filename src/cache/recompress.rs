@@ -94,6 +94,7 @@ impl<B: Backend> ModelCache<B> {
                 self.layers()
             ));
         }
+        self.check_measured(queries)?;
         if rows == 0 || rows > appended {
             return reject(format!(
                 "{rows} query rows of the {appended} tokens that were appended since the sequence was compressed; bring at \
@@ -118,7 +119,8 @@ impl<B: Backend> ModelCache<B> {
         let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
         let source = if queries.known_lse.is_some() { RowStatsSource::KnownLse } else { RowStatsSource::Measured };
         let request = StatsRequest { columns: columns(policy), rows: source };
-        let input = QueriesAndKeys { shape, rows: &rows, queries: queries.queries, keys };
+        let scale = group.recipe().attention().scale(&shape);
+        let input = QueriesAndKeys { shape, scale, rows: &rows, queries: queries.queries, keys };
         backend.measure_attention(input, request, queries.known_lse)
     }
 
@@ -266,6 +268,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     ) -> Result<Selection> {
         self.check_no_step()?;
         self.groups[0].page_tables.check_whole("compressing a sequence again")?;
+        self.check_gathers("compressing a sequence again")?;
         let held = self.held(sequence).await?;
         let rows = self.check_queries(self.appended(sequence)?, policy, queries)?;
         let mut measured = Vec::new();

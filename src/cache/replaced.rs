@@ -68,6 +68,7 @@ impl<B: Backend + Clone> ModelCache<B> {
     pub(crate) async fn open_replaced(&mut self, sequence: usize, kept: &[LayerSelection]) -> Result<Replaced<B>> {
         self.check_no_step()?;
         self.length(sequence)?;
+        self.check_gathers("compressing a sequence again")?;
         let count = |number: &usize| kept[*number].count();
         let mut positions = Vec::with_capacity(kept.len());
         for layer in kept {

@@ -477,7 +477,7 @@ impl TokenSelection for Cpu {
 
 fn stats_input(input: QueriesAndKeys<'_, CpuTensor>) -> StatsInput<'_> {
     let (queries, keys) = (dense_rows(input.queries), dense_rows(input.keys));
-    StatsInput { shape: input.shape, rows: input.rows, queries, keys }
+    StatsInput { shape: input.shape, scale: input.scale, rows: input.rows, queries, keys }
 }
 
 fn dense_rows(rows: TensorRows<'_, CpuTensor>) -> DenseRows<'_> {

@@ -73,6 +73,17 @@ impl LayerAttention {
         }
     }
 
+    /// Whether the same kernels serve both layers. A kernel has a scale and a cap of its own, and whether there is a
+    /// window and whether there are sinks.
+    pub(crate) fn is_alike(&self, other: &Self) -> bool {
+        let of = |layer: &Self| {
+            let scoring = layer.scoring.as_ref();
+            let has_sinks = scoring.is_some_and(|scoring| scoring.sinks().is_some());
+            (layer.left.is_some(), scoring.map(|of| (of.scale(), of.soft_cap())), has_sinks)
+        };
+        of(self) == of(other)
+    }
+
     /// Whether a query of a decoded token sees these tokens.
     pub(crate) fn sees_decoding(&self, visible: &Visible) -> bool {
         match self.left {
@@ -90,6 +101,32 @@ impl LayerAttention {
             Some(scoring) => plan.with_scoring(scoring.clone()),
             None => Ok(plan),
         }
+    }
+
+    /// Factor on `q·k` in a layer of this shape.
+    pub(crate) fn scale(&self, shape: &AttentionShape) -> f32 {
+        self.scoring.as_ref().map_or_else(|| Scoring::of(shape).scale(), Scoring::scale)
+    }
+
+    /// Checks that policies can measure the attention of a layer. `knows_lse` says that its log-sum-exps are known.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a soft cap, which statistics do not apply, and for sinks without log-sum-exps.
+    pub(crate) fn check_measured(&self, layer: usize, knows_lse: bool) -> Result<()> {
+        let Some(scoring) = &self.scoring else { return Ok(()) };
+        let (what, hint) = match (scoring.soft_cap(), scoring.sinks()) {
+            (Some(cap), _) => {
+                (format!("a soft cap of {cap}"), "choose the tokens by other means and pass them (ModelCache::keep)")
+            }
+            (None, Some(_)) if !knows_lse => (
+                "sinks".into(),
+                "pass the log-sum-exps of the layer's own attention, which contain them, to a policy that counts no \
+                 entries",
+            ),
+            _ => return Ok(()),
+        };
+        let what = format!("a policy that measures attention, with {what} in layer {layer}");
+        Err(Error::Unsupported { what, hint: hint.into() })
     }
 
     /// Checks that keys of centred stores can be scored like this.

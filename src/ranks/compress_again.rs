@@ -145,6 +145,7 @@ where
         queries: MeasuredQueries<'_, TensorOf<T>>,
     ) -> Result<LayerStatistics> {
         let shape = *self.cache.shape(layer)?;
+        let scale = self.cache.recipe(layer)?.attention().scale(&shape);
         let columns = ColumnRequest { aggregation: policy.scores.aggregation, threshold: policy.threshold() };
         let size = SharedSize::new(&shape, rows, &columns, queries.known_lse.is_some());
         let (all, length) = (held.all.count(), held.all.tokens());
@@ -160,6 +161,7 @@ where
         let dense = self.cache.held_rows((layer, sequence), None).await;
         let part = dense.as_ref().map_err(Clone::clone).map(|dense| KeysOfRank {
             shape,
+            scale,
             rows,
             seeing,
             queries,

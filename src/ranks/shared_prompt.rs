@@ -112,7 +112,8 @@ where
         dense: DenseLayer<TensorOf<T>>,
         queries: Option<MeasuredQueries<'_, TensorOf<T>>>,
     ) -> Result<()> {
-        let shape = prompt.observed.check_layer(layer, &dense)?;
+        let measured = prompt.observed.check_layer(layer, &dense)?;
+        let (shape, scale) = (measured.shape, measured.scale());
         let Some((rows, queries)) = prompt.observed.measured_rows(layer, queries)? else {
             prompt.observed.hold(layer, dense, None);
             return Ok(());
@@ -123,7 +124,7 @@ where
         let of_rank = prompt.keys_of_rank(self.transport.backend(), &shape, &dense).await;
         let part = of_rank.as_ref().map_err(Clone::clone).map(|(keys, layout)| {
             let keys = TensorRows { tensor: keys.as_ref().unwrap_or(&dense.keys), layout: *layout };
-            KeysOfRank { shape, rows, seeing, queries, keys, columns }
+            KeysOfRank { shape, scale, rows, seeing, queries, keys, columns }
         });
         let shares = (0..self.ranks()).map(|rank| share.placement().share(rank));
         let shares = shares.collect::<Result<Vec<_>>>()?;

@@ -14,6 +14,8 @@ use crate::{Error, Result};
 /// What a rank measures of a layer: its keys, and the query rows of all ranks.
 pub(super) struct KeysOfRank<'a, T> {
     pub(super) shape: AttentionShape,
+    /// Factor on `q·k`.
+    pub(super) scale: f32,
     /// Query rows of the context.
     pub(super) rows: usize,
     /// How many of them come before the first that sees a key of this rank, and the others; `None` if no row sees any.
@@ -178,7 +180,7 @@ impl<T> KeysOfRank<'_, T> {
             None => self.queries.queries,
             Some(tensor) => TensorRows { tensor, layout: RowLayout::head_major(rows.len(), &self.shape) },
         };
-        QueriesAndKeys { shape: self.shape, rows, queries, keys: self.keys }
+        QueriesAndKeys { shape: self.shape, scale: self.scale, rows, queries, keys: self.keys }
     }
 }
 

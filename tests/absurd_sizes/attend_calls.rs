@@ -310,6 +310,7 @@ fn inputs(call: impl Fn(&StatsInput<'_>)) {
     let queries = RowLayout { tokens: 1, token_stride: 256, head_stride: 64 };
     let of = |queries, keys| StatsInput {
         shape: shape(),
+        scale: 0.125,
         rows: &positions,
         queries: DenseRows { elements: Elements::F32(&ROWS), layout: queries },
         keys: DenseRows { elements: Elements::F32(&ROWS), layout: keys },
@@ -331,7 +332,7 @@ fn measured() -> Vec<Call> {
             let tensor = tensor();
             let of = |layout| TensorRows { tensor: &tensor, layout };
             let (queries, keys) = (of(input.queries.layout), of(input.keys.layout));
-            let input = QueriesAndKeys { shape: shape(), rows: input.rows, queries, keys };
+            let input = QueriesAndKeys { shape: shape(), scale: 0.125, rows: input.rows, queries, keys };
             let request = StatsRequest { columns: stats(threshold), rows: RowStatsSource::Measured };
             done(Cpu::new().measure_attention(input, request, None).is_ok());
         }));
@@ -339,13 +340,13 @@ fn measured() -> Vec<Call> {
             let tensor = tensor();
             let of = |layout| TensorRows { tensor: &tensor, layout };
             let (queries, keys) = (of(input.queries.layout), of(input.keys.layout));
-            done(Cpu::new().measure_rows(QueriesAndKeys { shape: shape(), rows: input.rows, queries, keys }).is_ok());
+            done(Cpu::new().measure_rows(QueriesAndKeys { shape: shape(), scale: 0.125, rows: input.rows, queries, keys }).is_ok());
         });
         "backend::TokenSelection::measure_columns" => inputs(|input| floats(|threshold| {
             let tensor = tensor();
             let of = |layout| TensorRows { tensor: &tensor, layout };
             let (queries, keys) = (of(input.queries.layout), of(input.keys.layout));
-            let input = QueriesAndKeys { shape: shape(), rows: input.rows, queries, keys };
+            let input = QueriesAndKeys { shape: shape(), scale: 0.125, rows: input.rows, queries, keys };
             for given in [0, 4] {
                 let known = || CpuTensor::F32(vec![0.5; given]);
                 let rows = RowStatistics { max: known(), lse: known() };

@@ -209,7 +209,7 @@ fn backend() -> Vec<Call> {
             let of = |tokens, heads: usize| TensorRows { tensor: &tensor, layout: RowLayout { tokens, token_stride: heads * 64, head_stride: 64 } };
             for (first_row, queries, tokens, lse) in [(a, 3, 3, None), (1, b, 3, Some(&tensor)), (1, 3, c, None)] {
                 let (rows, queries, keys) = (&rows, of(queries, 4), of(3, 2));
-                let input = NewQueries { shape: shape(), rows, queries, first_row, log_sum_exps: lse, keys, tokens };
+                let input = NewQueries { shape: shape(), scale: 0.125, rows, queries, first_row, log_sum_exps: lse, keys, tokens };
                 done(Cpu::new().add_attention(input, columns, &mut None).is_ok());
             }
         });

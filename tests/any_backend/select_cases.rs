@@ -3,13 +3,14 @@
 
 use kvpack::AttentionShape;
 use kvpack::cpu::{DenseRows, StatsInput};
-use kvpack::plan::{Elements, RowLayout};
+use kvpack::plan::{Elements, RowLayout, Scoring};
 use kvpack::policy::QueryPositions;
 
 /// Queries `[rows, query_heads, head_dim]` and keys of one layer.
 pub struct Case {
     pub name: String,
     pub shape: AttentionShape,
+    pub scale: f32,
     pub rows: QueryPositions,
     pub queries: Vec<f32>,
     pub query_layout: RowLayout,
@@ -20,7 +21,7 @@ pub struct Case {
 impl Case {
     pub fn input(&self) -> StatsInput<'_> {
         let queries = DenseRows { elements: Elements::F32(&self.queries), layout: self.query_layout };
-        StatsInput { shape: self.shape, rows: &self.rows, queries, keys: self.keys() }
+        StatsInput { shape: self.shape, scale: self.scale, rows: &self.rows, queries, keys: self.keys() }
     }
 
     pub fn keys(&self) -> DenseRows<'_> {
@@ -75,7 +76,8 @@ pub fn cases() -> Vec<Case> {
             keys[key_layout.row(0, head)] = (7.0 * (head_dim as f32).sqrt()).floor();
         }
         let name = format!("{query_heads}/{kv_heads} heads of {head_dim}, {} rows, {tokens} keys", rows.len());
-        cases.push(Case { name, shape, rows, queries, query_layout, keys, key_layout });
+        let scale = Scoring::of(&shape).scale() * [1.0, 0.75][i / 2 % 2];
+        cases.push(Case { name, shape, scale, rows, queries, query_layout, keys, key_layout });
     }
     // All scores equal.
     let shape = AttentionShape::new(2, 1, 64).unwrap();
@@ -83,6 +85,7 @@ pub fn cases() -> Vec<Case> {
     cases.push(Case {
         name: "equal scores".into(),
         shape,
+        scale: 0.125,
         rows: QueryPositions::last(20, 200).unwrap(),
         queries: vec![0.5; 20 * 2 * 64],
         query_layout: RowLayout::token_major(20, &query_shape),

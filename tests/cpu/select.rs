@@ -27,7 +27,7 @@ fn attention(case: &Case) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
             let query = case.query(row, head);
             let score = |token: usize| -> f64 {
                 let key = case.key(token, head / case.shape.group());
-                dot(query, key) / (case.shape.head_dim() as f64).sqrt()
+                dot(query, key) * f64::from(case.scale)
             };
             let seen: Vec<f64> = (0..=position as usize).map(score).collect();
             let max = seen.iter().copied().fold(f64::MIN, f64::max);
@@ -228,6 +228,7 @@ fn inputs_that_do_not_fit_are_refused() {
     let dense = |elements, layout| DenseRows { elements: Elements::F32(elements), layout };
     let good = StatsInput {
         shape,
+        scale: 0.125,
         rows: &rows,
         queries: dense(&queries, RowLayout::token_major(2, &query_shape)),
         keys: dense(&keys, RowLayout::token_major(4, &shape)),

@@ -72,7 +72,7 @@ fn plan(
     let request = StatsRequest { columns: ColumnRequest { aggregation, threshold }, rows };
     let layouts = [case.query_layout, case.key_layout];
     let plan = AttentionStatsPlan::new(&case.shape, case.rows.clone(), layouts, request).unwrap();
-    plan.for_device(backend.capabilities())
+    plan.with_scale(case.scale).for_device(backend.capabilities())
 }
 
 /// Element types in turn; the numbers of the cases are exact in both.

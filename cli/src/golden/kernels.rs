@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use kvpack::AttentionShape;
 use kvpack::backend::{Device as _, TokenSelection as _};
 use kvpack::cpu::{self, DenseRows, KeptTokens, RowStats, StatsInput};
-use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, Elements, RowLayout, Scoring, TokenRange};
 use kvpack::policy::{
     ColumnRequest, HeadAggregation, Merging, Nearest, QueryPositions, RowStatsSource, ScoreRequest, StatsRequest,
 };
@@ -101,6 +101,7 @@ impl Attention {
             Device::Cpu => {
                 let input = StatsInput {
                     shape: self.shape,
+                    scale: Scoring::of(&self.shape).scale(),
                     rows: &self.rows,
                     queries: DenseRows { elements: Elements::F32(&self.queries[skipped..]), layout: queries },
                     keys: DenseRows { elements: Elements::F32(&self.keys), layout: keys },

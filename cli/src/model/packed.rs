@@ -10,7 +10,7 @@ use kvpack::cache::{
     CacheMemory, ChunkStores, DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, ObservedPrompt, PromptSpan,
     TokenRun,
 };
-use kvpack::plan::{ElementType, RowLayout, TokenRange};
+use kvpack::plan::{ElementType, RowLayout, Scoring, TokenRange};
 use kvpack::policy::{
     ColumnRequest, HeadAggregation, Policy, QueryPositions, RowStatsSource, Selection, Spans, StatsRequest,
 };
@@ -87,7 +87,10 @@ impl<B: Backend + Clone> PackedAttention<B> {
         let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
         let columns = ColumnRequest { aggregation: HeadAggregation::Mean, threshold: None };
         let request = StatsRequest { columns, rows: RowStatsSource::Measured };
-        let measured = backend.measure_attention(QueriesAndKeys { shape, rows, queries, keys }, request, None)?;
+        let scoring = self.cache.recipe(layer)?.attention().scoring();
+        let scale = scoring.map_or_else(|| Scoring::of(&shape).scale(), Scoring::scale);
+        let input = QueriesAndKeys { shape, scale, rows, queries, keys };
+        let measured = backend.measure_attention(input, request, None)?;
         Ok(backend.download(&measured.column_sums).await?)
     }
 

@@ -22,7 +22,7 @@ pub(in crate::cpu) fn add_attention(
 ) -> Result<Option<Vec<u32>>> {
     input.check(&columns, |tensor| tensor.elements().len())?;
     let of_sums = input.sums(&columns);
-    let NewQueries { shape, rows, queries, first_row, log_sum_exps, keys, tokens } = input;
+    let NewQueries { shape, scale, rows, queries, first_row, log_sum_exps, keys, tokens } = input;
     let (heads, head_dim) = (shape.query_heads(), shape.head_dim());
     let mut own = vec![0.0; rows.len() * heads * head_dim];
     for (at, row) in own.chunks_exact_mut(head_dim).enumerate() {
@@ -31,7 +31,7 @@ pub(in crate::cpu) fn add_attention(
     let layout = RowLayout::token_major(rows.len(), &AttentionShape::new(heads, heads, head_dim)?);
     let queries = DenseRows { elements: Elements::F32(&own), layout };
     let keys = DenseRows { elements: keys.tensor.elements(), layout: keys.layout };
-    let input = StatsInput { shape, rows, queries, keys };
+    let input = StatsInput { shape, scale, rows, queries, keys };
     let all = TokenRange::new(0, rows.tokens())?;
     let found = match log_sum_exps {
         Some(of_step) => {

@@ -6,7 +6,7 @@ use super::input::StatsInput;
 use crate::Result;
 use crate::plan::TokenRange;
 
-/// Statistics of query rows. Scores are scaled by 1 / √head_dim, and logarithms are natural.
+/// Statistics of query rows. Scores are scaled by [`StatsInput::scale`], and logarithms are natural.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct RowStats {
     /// The largest score that a row sees, `[query_heads, rows]`; −∞ where it sees none.

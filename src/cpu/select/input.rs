@@ -31,6 +31,8 @@ impl DenseRows<'_> {
 pub struct StatsInput<'a> {
     /// Heads.
     pub shape: AttentionShape,
+    /// Factor on `q·k`.
+    pub scale: f32,
     /// Positions of the query rows in the context.
     pub rows: &'a QueryPositions,
     /// The query rows `[rows, query_heads, head_dim]`, one for each position.
@@ -59,11 +61,6 @@ impl StatsInput<'_> {
         Ok(())
     }
 
-    /// The factor of scores: 1 / √head_dim.
-    pub(super) fn scale(&self) -> f64 {
-        1.0 / (self.shape.head_dim() as f64).sqrt()
-    }
-
     /// Calls `visit` for every row of a query head, with the scaled scores of the keys that it sees within a range.
     pub(super) fn scores_of_head(&self, query_head: usize, range: TokenRange, mut visit: impl FnMut(usize, &[f64])) {
         let head_dim = self.shape.head_dim();
@@ -74,7 +71,8 @@ impl StatsInput<'_> {
             read_row(self.queries.elements, self.queries.layout.row(row, query_head), &mut query);
             let visible = (position as usize + 1).saturating_sub(range.start()).min(range.len());
             scores.clear();
-            scores.extend(keys.chunks_exact(head_dim).take(visible).map(|key| dot(&query, key) * self.scale()));
+            scores
+                .extend(keys.chunks_exact(head_dim).take(visible).map(|key| dot(&query, key) * f64::from(self.scale)));
             visit(row, &scores);
         }
     }

@@ -18,6 +18,12 @@ use crate::format::AttentionShape;
 use crate::plan::{ElementType, TokenIndices};
 use crate::policy::{ColumnRequest, HeadAggregation, Merging, RowStatsSource, ScoreRequest, StatsRequest};
 
+fn statistics(input: &QueriesAndKeys<'_, Tensor>, request: StatsRequest) -> Result<AttentionStatsPlan> {
+    let layouts = [input.queries.layout, input.keys.layout];
+    let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+    Ok(plan.with_scale(input.scale))
+}
+
 impl TokenSelection for Cuda {
     type Words = Words;
 
@@ -33,8 +39,7 @@ impl TokenSelection for Cuda {
     ) -> Result<MeasuredAttention<Tensor, Words>> {
         self.check_tensors("attention statistics", &[input.queries.tensor, input.keys.tensor])?;
         self.check_tensors("attention statistics", known_lse.as_slice())?;
-        let layouts = [input.queries.layout, input.keys.layout];
-        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let plan = statistics(&input, request)?;
         let bound = plan.bind(self, input.queries.tensor, input.keys.tensor, known_lse)?;
         bound.launches.launch(&self.stream)?;
         Ok(MeasuredAttention {
@@ -49,8 +54,7 @@ impl TokenSelection for Cuda {
         self.check_tensors("row statistics", &[input.queries.tensor, input.keys.tensor])?;
         let columns = ColumnRequest { aggregation: HeadAggregation::Each, threshold: None };
         let request = StatsRequest { columns, rows: RowStatsSource::Measured };
-        let layouts = [input.queries.layout, input.keys.layout];
-        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let plan = statistics(&input, request)?;
         let (launches, rows) = plan.bind_rows(self, input.queries.tensor, input.keys.tensor)?;
         launches.launch(&self.stream)?;
         Ok(rows)
@@ -63,9 +67,7 @@ impl TokenSelection for Cuda {
         rows: &RowStatistics<Tensor>,
     ) -> Result<MeasuredAttention<Tensor, Words>> {
         self.check_tensors("column statistics", &[input.queries.tensor, input.keys.tensor, &rows.max, &rows.lse])?;
-        let layouts = [input.queries.layout, input.keys.layout];
-        let request = StatsRequest { columns, rows: RowStatsSource::Known };
-        let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
+        let plan = statistics(&input, StatsRequest { columns, rows: RowStatsSource::Known })?;
         let bound = plan.bind_columns(self, input.queries.tensor, input.keys.tensor, rows)?;
         bound.launches.launch(&self.stream)?;
         let (column_sums, counts) = (bound.column_sums, bound.counts);

@@ -14,7 +14,7 @@ use crate::cuda::device::program::Program;
 use crate::cuda::device::tensor::Tensor;
 use crate::cuda::sources::SOURCES;
 use crate::format::AttentionShape;
-use crate::plan::{ElementType, RowLayout};
+use crate::plan::{ElementType, RowLayout, Scoring};
 use crate::policy::{ColumnRequest, HeadAggregation, QueryPositions, RowStatsSource, StatsRequest};
 use crate::{Error, Result};
 
@@ -38,6 +38,8 @@ const SHARED_BYTES: usize = 100 << 10;
 #[derive(Clone, Debug)]
 pub struct AttentionStatsPlan {
     shape: AttentionShape,
+    /// Factor on `q·k`.
+    scale: f32,
     rows: QueryPositions,
     queries: RowLayout,
     keys: RowLayout,
@@ -173,7 +175,14 @@ impl AttentionStatsPlan {
         rows.check_tensors(queries.tokens, keys.tokens)?;
         let log_threshold = request.log_threshold()?;
         check_index("column sums", shape.query_heads().saturating_mul(rows.tokens()) as u64)?;
-        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, adding: None })
+        let (shape, scale) = (*shape, Scoring::of(shape).scale());
+        Ok(Self { shape, scale, rows, queries, keys, request, log_threshold, adding: None })
+    }
+
+    /// The same statistics with another factor on `q·k` than `1/√head_dim`.
+    #[must_use]
+    pub fn with_scale(self, scale: f32) -> Self {
+        Self { scale, ..self }
     }
 
     /// Binds the tensors to read, and creates those to write. `known_lse`, `[query_heads, rows]`, is given if the plan
@@ -229,7 +238,7 @@ impl AttentionStatsPlan {
         let plan = Self::new(&new.shape, new.rows.clone(), [queries, new.keys.layout], request)?;
         check_index("the sums of a prompt", new.sums(&columns) as u64)?;
         check_index("the log-sum-exps of a step", ((new.first_row + new.rows.len()) * new.shape.query_heads()) as u64)?;
-        let plan = Self { adding: Some(new.tokens), ..plan };
+        let plan = Self { scale: new.scale, adding: Some(new.tokens), ..plan };
         let first = new.queries.layout.row(new.first_row, 0);
         let queries = new.queries.tensor.slice(first, new.queries.tensor.elements() - first)?;
         let input = plan.input(backend, &queries, new.keys.tensor)?;
@@ -442,7 +451,7 @@ impl AttentionStatsPlan {
             lse_row_stride: lse_row_stride as u32,
             lse_head_stride: lse_head_stride as u32,
             sum_stride: self.adding.unwrap_or(self.rows.tokens()) as u32,
-            scale: 1.0 / (self.shape.head_dim() as f32).sqrt(),
+            scale: self.scale,
             log_threshold: self.log_threshold.unwrap_or(0.0),
             ..StatsCall::default()
         }

@@ -19,7 +19,7 @@ impl Wgpu {
     fn statistics(&self, input: &QueriesAndKeys<'_, Tensor>, request: StatsRequest) -> Result<AttentionStatsPlan> {
         let layouts = [input.queries.layout, input.keys.layout];
         let plan = AttentionStatsPlan::new(&input.shape, input.rows.clone(), layouts, request)?;
-        Ok(plan.for_device(&self.capabilities))
+        Ok(plan.with_scale(input.scale).for_device(&self.capabilities))
     }
 }
 

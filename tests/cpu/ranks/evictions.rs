@@ -60,7 +60,7 @@ impl Prompt {
         let dense = &self.layers[layer].0;
         let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
         let rows = self.measured.as_ref()?;
-        let input = QueriesAndKeys { shape: shape(), rows, queries: self.queries(layer), keys };
+        let input = QueriesAndKeys { shape: shape(), scale: 0.125, rows, queries: self.queries(layer), keys };
         Some(Cpu::new().measure_rows(input).unwrap().lse)
     }
 

@@ -10,7 +10,7 @@ use super::words::Words;
 use super::{check_index, check_output, check_reach};
 use crate::backend::{NewQueries, RowStatistics};
 use crate::format::AttentionShape;
-use crate::plan::{ElementType, RowLayout};
+use crate::plan::{ElementType, RowLayout, Scoring};
 use crate::policy::{ColumnRequest, QueryPositions, RowStatsSource, StatsRequest};
 use crate::wgpu::device::launch::Launches;
 use crate::wgpu::device::{Capabilities, Kernels, Tensor, Variant};
@@ -61,6 +61,8 @@ pub struct StatsBuffer {
 #[derive(Clone, Debug)]
 pub struct AttentionStatsPlan {
     shape: AttentionShape,
+    /// Factor on `q·k`.
+    scale: f32,
     rows: QueryPositions,
     queries: RowLayout,
     keys: RowLayout,
@@ -126,7 +128,14 @@ impl AttentionStatsPlan {
         let part_tiles = tiles.div_ceil(most_parts(shape, &rows).clamp(1, u16::MAX.into()));
         let parts = tiles.div_ceil(part_tiles);
         let (matrices, adding) = (None, None);
-        Ok(Self { shape: *shape, rows, queries, keys, request, log_threshold, part_tiles, parts, matrices, adding })
+        let (shape, scale) = (*shape, Scoring::of(shape).scale());
+        Ok(Self { shape, scale, rows, queries, keys, request, log_threshold, part_tiles, parts, matrices, adding })
+    }
+
+    /// The same statistics with another factor on `q·k` than `1/√head_dim`.
+    #[must_use]
+    pub fn with_scale(self, scale: f32) -> Self {
+        Self { scale, ..self }
     }
 
     /// The same statistics on a device with these capabilities. Cooperative matrices read f16 keys if the device has
@@ -234,7 +243,8 @@ impl AttentionStatsPlan {
         let first_row = if new.log_sum_exps.is_some() { new.first_row } else { 0 };
         check_index("the sums of a prompt", new.sums(&columns) as u64)?;
         check_index("the log-sum-exps of a step", ((new.first_row + new.rows.len()) * heads) as u64)?;
-        let plan = Self { adding: Some(Adding { first_row, tokens: new.tokens }), ..plan };
+        let adding = Some(Adding { first_row, tokens: new.tokens });
+        let plan = Self { scale: new.scale, adding, ..plan };
         let first = new.queries.layout.row(new.first_row, 0);
         let queries = new.queries.tensor.slice(first, new.queries.tensor.elements() - first)?;
         let mut launches = Vec::new();

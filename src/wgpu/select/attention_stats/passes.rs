@@ -235,7 +235,7 @@ impl AttentionStatsPlan {
             lse_row_stride: lse_row_stride as u32,
             lse_head_stride: lse_head_stride as u32,
             sum_stride: self.adding.map_or(self.rows.tokens(), |adding| adding.tokens) as u32,
-            scale: 1.0 / (self.shape.head_dim() as f32).sqrt(),
+            scale: self.scale,
             log_threshold: self.log_threshold.unwrap_or(0.0),
         }
     }

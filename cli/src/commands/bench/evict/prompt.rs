@@ -7,7 +7,7 @@ use kvpack::Backend;
 use kvpack::backend::{KeptAndEvicted, QueriesAndKeys, TensorRows};
 use kvpack::cache::ModelCache;
 use kvpack::cpu::nmse;
-use kvpack::plan::{Elements, RowLayout};
+use kvpack::plan::{Elements, RowLayout, Scoring};
 use kvpack::policy::{
     ColumnRequest, HeadAggregation, LayerSelection, Merging, QueryPositions, RowStatsSource, StatsRequest, evicted,
     top_k,
@@ -103,7 +103,8 @@ impl<B: Backend> Prompt<B> {
     /// What statistics are made of, over one copy of the keys.
     pub fn input<'a>(&'a self, keys: &'a B::Tensor) -> QueriesAndKeys<'a, B::Tensor> {
         let keys = TensorRows { tensor: keys, layout: self.rows };
-        QueriesAndKeys { shape: self.shape, rows: &self.measured, queries: self.queries(), keys }
+        let (shape, scale) = (self.shape, Scoring::of(&self.shape).scale());
+        QueriesAndKeys { shape, scale, rows: &self.measured, queries: self.queries(), keys }
     }
 
     /// Scores of a measured row over the keys that it sees.
