@@ -16,6 +16,7 @@ pub mod prompt_parts;
 pub mod query_runs;
 pub mod random_rows;
 pub mod rounding;
+pub mod scored_policies;
 pub mod select_cases;
 pub mod serving;
 pub mod shares;

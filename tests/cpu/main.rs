@@ -30,6 +30,7 @@ mod read_examples;
 mod recipe_texts;
 mod recompress;
 mod recompress_choice;
+mod scored_policies;
 mod select;
 mod serving;
 mod shares;

@@ -1,9 +1,10 @@
 //! What things tell of themselves is what they were given.
 
 use kvpack::AttentionShape;
+use kvpack::backend::StepKinds;
 use kvpack::cache::{Budget, ChunkStores, Growth, KvCache, ModelCache, Recipe, StoreId, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{Placement, RowLayout, Scoring, TokenRange, TreeMask};
+use kvpack::plan::{LayerAttention, Placement, RowLayout, Scoring, TokenRange, TreeMask};
 use kvpack::policy::{Policy, Pool, Pooling};
 use pollster::block_on;
 
@@ -123,4 +124,28 @@ fn scoring_is_what_was_given() {
     assert_eq!((scoring.scale(), scoring.soft_cap(), scoring.sinks()), (0.3, Some(30.0), sinks));
     let scoring = scoring.without_sinks();
     assert_eq!((scoring.scale(), scoring.soft_cap(), scoring.sinks()), (0.3, Some(30.0), None));
+}
+
+/// A kernel has a scale and a cap of its own, and is told whether there are windows and sinks: steps of layers that
+/// differ in these are prepared apart.
+#[test]
+fn kinds_of_steps_differ_in_how_layers_attend() {
+    let scoring = || Scoring::of(&shape(2));
+    let layer = LayerAttention::default;
+    let of_scoring = |scoring| layer().with_scoring(scoring);
+    let alike = [
+        vec![layer(), layer()],
+        vec![layer().with_window(40), layer().with_window(99)],
+        vec![
+            of_scoring(scoring().with_sinks(&[0.5; 4]).unwrap()),
+            of_scoring(scoring().with_sinks(&[1.5; 4]).unwrap()),
+        ],
+        vec![of_scoring(scoring().with_soft_cap(30.0).unwrap()), of_scoring(scoring().with_soft_cap(30.0).unwrap())],
+        vec![of_scoring(scoring().with_soft_cap(50.0).unwrap())],
+        vec![of_scoring(scoring().with_scale(0.3).unwrap()), of_scoring(scoring().with_scale(0.3).unwrap())],
+    ];
+    let layers: Vec<_> =
+        alike.iter().flatten().map(|of| (shape(2), Recipe::f16().with_attention(of.clone()))).collect();
+    let cache = ModelCache::new(&Cpu::new(), &layers, 1).unwrap();
+    assert_eq!((&cache).step_kinds().len(), alike.len());
 }

@@ -7,7 +7,7 @@ use kvpack::cuda::{Cuda, KernelCache};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use any_backend::{compressed, mixed};
+use any_backend::{compressed, mixed, scored_policies};
 
 fn device() -> Cuda {
     Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")
@@ -23,6 +23,12 @@ fn the_device_keeps_what_the_cpu_keeps() {
 #[ignore = "needs an NVIDIA GPU"]
 fn what_grows_is_compressed_again_as_on_the_cpu() {
     compressed::growing::check_growing(&device(), 0.98);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn attention_is_measured_with_the_scale_of_the_layer() {
+    scored_policies::check(&device());
 }
 
 proptest! {

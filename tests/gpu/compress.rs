@@ -2,7 +2,12 @@
 //! on which adapter.
 
 use crate::gpu_device;
-use any_backend::compressed;
+use any_backend::{compressed, scored_policies};
+
+#[test]
+fn attention_is_measured_with_the_scale_of_the_layer() {
+    scored_policies::check(&gpu_device::shared());
+}
 
 #[test]
 fn the_device_keeps_what_the_cpu_keeps() {
