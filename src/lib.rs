@@ -52,9 +52,11 @@
 //! 2. [`plan`] decides on the host what an attention call computes, from lengths alone: which queries see which spans.
 //!    `wgpu::AttendStep` and `cuda::AttendStep` cut a plan into work, choose the kernels and size the scratch. A
 //!    [`WriteTable`](plan::WriteTable) lists what a step stores. A bound step is encoded into the engine's compute pass
-//!    or stream. **Encoding a step does not submit, wait or allocate.**
-//! 3. A [`Backend`] has the stores and kernels of one device. Kernels can be called one by one: `quantize`, `append`,
-//!    `dequantize`, `hadamard`, `prepare_query`, `scores`, `weighted_values`, `attend`, `merge_states`, `merge_pair`.
+//!    or stream. **Encoding a step does not submit or wait. It allocates nothing, except on CUDA where a part of a
+//!    prompt becomes a span.**
+//! 3. A [`Backend`] has the stores and kernels of one device. Its methods are called one by one: `quantize`, `append`,
+//!    `dequantize`, `key_mean`, `pack_windows`, `attend`, `uncentre_lse`, `merge`, and those that select tokens.
+//!    `attend` runs `prepare_query`, `attend` or `scores` and `weighted_values`, and `merge_states`.
 //! 4. [`format`](mod@format) has formats as plain data, and the meaning of their codes.
 //!
 //! # Modules
@@ -92,13 +94,15 @@
 //!
 //! # Errors
 //!
-//! Every call returns the same [`Error`] type. Shapes, lengths, limits and elements that are NaN or infinite are
-//! reported before anything changes. A call that fails leaves the tokens of a cache unchanged. Messages say what was
-//! given, what is allowed and what to do.
+//! Every call returns the same [`Error`] type. Shapes, lengths and limits are reported before anything changes. A call
+//! that fails leaves the tokens of a cache unchanged. Messages say what was given, what is allowed and what to do.
 //!
-//! Keys and values are checked element by element. They must be finite and no larger than [their format
-//! allows](format::TensorFormat::largest_element): ±65504 in f16, ±32752 in codes, and less in rotated rows. Queries
-//! are not checked, since that would make every step wait, and NaN propagates. The outputs of a query head that holds a
+//! Keys and values must be finite and no larger than [their format
+//! allows](format::TensorFormat::largest_element): ±65504 in f16, ±32752 in codes, and less in rotated rows.
+//! [`KvCache::prefill`] and [`ModelCache::store_prompt`](cache::ModelCache::store_prompt) refuse other elements.
+//! Appended tokens are not checked. A wrong element is stored as zero, and [`KvCache::non_finite`] reports its token.
+//!
+//! Queries are not checked, since that would make every step wait, and NaN propagates. The outputs of a query head that holds a
 //! NaN or an infinity are NaN on every backend; the outputs of other heads are unaffected.
 
 // docs.rs shows the feature that an item needs; only nightly compilers can.

@@ -17,7 +17,7 @@
 //
 // where ŵ approximates p s, and the second sum is one per head and group.
 //
-// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
+// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, rescale_acc, store_bytes, token_scores
 // gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
 // set by plans: VALUE_CENTRE
 
@@ -76,7 +76,8 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
             let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
             let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);
-            common_sums[group * HEADS + head] = common_sums[group * HEADS + head] * keep[head] + left * block_units[head];
+            let at = group * HEADS + head;
+            common_sums[at] = common_sums[at] * rescale_acc[head] + left * block_units[head];
         }
     }
 }

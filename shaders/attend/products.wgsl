@@ -85,7 +85,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 
 // Weights relative to the step's maximum, and their exact sum.
 //
-// needs: HEADS, LANE_TOKENS, enter, token_scores
+// needs: HEADS, LANE_TOKENS, rescale_step, token_scores
 // gives: weights, weigh
 
 // Weights of the invocation's tokens: [head][token].
@@ -99,5 +99,5 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
         weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
         sum += weights[head * LANE_TOKENS + i];
     }
-    return sum * enter[head];
+    return sum * rescale_step[head];
 }

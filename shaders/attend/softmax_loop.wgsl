@@ -11,7 +11,7 @@
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // import common/ordered.wgsl
 // import workgroup_max = attend/workgroup_max.wgsl
@@ -29,8 +29,8 @@ var<private> last_parity: u32;
 var<private> weight_sum: array<f32, HEADS>;
 // What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
 // running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
+var<private> rescale_acc: array<f32, HEADS>;
+var<private> rescale_step: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {
@@ -79,12 +79,12 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
             let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
             let old_max = running_maxima[parity * HEADS + head];
             let new_max = max(old_max, step_max);
-            keep[head] = exp2(old_max - new_max);
-            enter[head] = exp2(step_max - new_max);
+            rescale_acc[head] = exp2(old_max - new_max);
+            rescale_step[head] = exp2(step_max - new_max);
             if (invocation == head) {
                 running_maxima[(1u - parity) * HEADS + head] = new_max;
             }
-            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
+            weight_sum[head] = weight_sum[head] * rescale_acc[head] + weigh(head, step_max, new_max, parity, team, lane);
         }
         if (invocation < HEADS) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);

@@ -269,8 +269,8 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // is multiplied into the weight before it becomes an integer, relative to the step's largest scale. The rest, p (m +
 // 2^(bits-1) s), is one sum per head.
 //
-// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enter, enters, finish_sums, keep, largest_to_enter, sum_parts,
-//   weight_sum, weights
+// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enters, finish_sums, largest_to_enter, rescale_acc,
+//   rescale_step, sum_parts, weight_sum, weights
 // gives: begin_value_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_value_ranges,
 //   take_value_ranges, ranged_weight, largest_value_scale, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
@@ -336,7 +336,7 @@ fn take_value_ranges(parity: u32) {
         for (var i = 0u; i < LANE_TOKENS; i++) {
             sum += weights[head * LANE_TOKENS + i] * (value_range[i].y + VALUE_MIDDLE * value_range[i].x);
         }
-        min_sum[head] = min_sum[head] * keep[head] + sum * enter[head];
+        min_sum[head] = min_sum[head] * rescale_acc[head] + sum * rescale_step[head];
     }
 }
 

@@ -49,7 +49,7 @@ fn enter_value_ranges(parity: u32, team: u32, lane: u32) {}
 // It therefore starts at the bits of 2^23 and equals that float plus the sum.
 //
 // needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
-//   enter_value_tile, keep, leave_value_tile, tile_bases
+//   enter_value_tile, leave_value_tile, rescale_acc, tile_bases
 // gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
 //   is_first_of_block, begin_values, store_bytes, add_values
 // set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
@@ -117,7 +117,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var k = 0u; k < CHANNELS; k++) {
-            sums[head * CHANNELS + k] *= keep[head];
+            sums[head * CHANNELS + k] *= rescale_acc[head];
         }
     }
     let group = weight_group(team, lane);
@@ -188,7 +188,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
 // step outweighs the others by more than 2^16.
 //
-// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, rescale_acc, rescale_step, tile_bases
 // gives: weight_bytes, begin_values, store_weights, add_values
 
 // import attend/products.wgsl#value_dots
@@ -290,7 +290,8 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             let at = head * CHANNELS + k;
             // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
             let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
+            let unit = rescale_step[head] * WEIGHT_UNIT * largest_value_scale();
+            sums[at] = sums[at] * rescale_acc[head] + f32(sum) * unit;
         }
     }
 }
@@ -303,8 +304,8 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
 //
-// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
-//   put_output, sum_parts, tile_bases, write_lse
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, finish_output, put_output,
+//   rescale_acc, rescale_step, sum_parts, tile_bases, write_lse
 // gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
@@ -345,7 +346,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let w = vec4<f32>(weights[head * 4u], weights[head * 4u + 1u], weights[head * 4u + 2u], weights[head * 4u + 3u]);
-        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * enter[head]);
+        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * rescale_step[head]);
     }
 }
 
@@ -358,7 +359,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var k = 0u; k < CHANNELS; k++) {
-            sums[head * CHANNELS + k] *= keep[head];
+            sums[head * CHANNELS + k] *= rescale_acc[head];
         }
     }
     let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;

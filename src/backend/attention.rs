@@ -216,6 +216,9 @@ pub struct RowCentres<'a> {
 }
 
 /// A device that attends to the contents of its stores.
+///
+/// Through wgpu, a method that reads or writes stores returns [`NotSubmitted`](crate::Error::NotSubmitted) as long as an
+/// engine has encoded steps over them and not submitted these.
 pub trait Attention: Storage {
     /// How the backend multiplies the keys and values of a format in long contexts, where scores are not calibrated.
     ///

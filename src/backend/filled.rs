@@ -105,7 +105,7 @@ impl<B: Backend> FilledStores<B> {
     /// An empty store for each format.
     ///
     /// # Errors
-    /// When a format does not fit the shape or the device.
+    /// Those of [`Storage::create_store`](super::Storage::create_store).
     pub fn new(backend: &B, shape: AttentionShape, formats: &[SegmentFormat]) -> Result<Self> {
         let stores = formats.iter().map(|&format| backend.create_store(shape, format)).collect::<Result<_>>()?;
         let room = |&format: &SegmentFormat| FilledRoom { format, pages: PageAllocator::default(), slots: 0 };

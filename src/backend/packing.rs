@@ -111,6 +111,9 @@ pub struct FlaggedToken {
 /// A device whose kernels move rows of dense tensors into pages and back.
 ///
 /// A method that returns an error has changed nothing that a later call can observe.
+///
+/// Through wgpu, a method that reads or writes stores returns [`NotSubmitted`](crate::Error::NotSubmitted) as long as an
+/// engine has encoded steps over them and not submitted these.
 pub trait Packing: Storage {
     /// Sticky flags on the device, for keys and values of every layer. They record tokens that a step could not store
     /// exactly.

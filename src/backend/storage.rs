@@ -60,7 +60,8 @@ pub trait Storage: Device {
     /// An empty store: no shards, no range slots.
     ///
     /// # Errors
-    /// When the format does not fit the shape or the device.
+    /// [`Format`](crate::Error::Format) when the format does not fit the shape, [`Limit`](crate::Error::Limit) when the
+    /// device cannot hold one page, [`Unsupported`](crate::Error::Unsupported) when it has no kernel for the format.
     fn create_store(&self, shape: AttentionShape, format: SegmentFormat) -> Result<Self::Store>;
 
     /// Largest number of pages in one shard of such a store on this device.
@@ -72,7 +73,7 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is unchanged.
     fn add_shard(&self, store: &mut Self::Store, pages: u32) -> impl Future<Output = Result<()>>;
 
-    /// Number of shards that a step reads at once. A cache lets a store of so many grow by a larger shard in place of
+    /// Number of shards that a step reads at once. A store that has this many grows by a larger shard in place of
     /// its newest one.
     fn shards_at_once(&self) -> usize;
 

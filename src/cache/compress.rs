@@ -81,8 +81,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open or the prompt was
-    /// observed for layers of other shapes; those of [`ObservedPrompt::select`]; [`Error::NotFinite`] for keys and
-    /// values; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit. The cache is as it was.
+    /// observed for layers of other shapes; [`Error::Unsupported`] when a layer has a sliding window, or where ranks
+    /// share sequences (use [`ContextParallel`](crate::ranks::ContextParallel)); those of [`ObservedPrompt::select`];
+    /// [`Error::NotFinite`] for keys and values; [`Error::NoRoom`] or [`Error::OutOfMemory`] when what is kept does not fit. The cache is as it was.
     pub async fn compress(&mut self, sequence: usize, prompt: &ObservedPrompt<B>) -> Result<Selection> {
         self.check_no_step()?;
         self.length(sequence)?;

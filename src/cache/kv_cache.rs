@@ -196,7 +196,7 @@ impl<B: Backend> KvCache<B> {
     /// attend ([`KvCache::attend_causal`]), then call [`KvCache::pack_windows`]. With chunks of 128 tokens that begin
     /// at multiples of 128, every query then sees what it would see if tokens were appended one by one, but for the
     /// last of each chunk. A recipe that packs each token as it arrives does so here too. Elements that are not finite
-    /// are stored as zeros, and [told later](KvCache::non_finite).
+    /// are stored as zeros, and [reported later](KvCache::non_finite).
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::NoTokens`], [`Error::Elements`] for keys and

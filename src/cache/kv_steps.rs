@@ -47,7 +47,7 @@ impl<B: Backend> KvCache<B> {
     /// A part of a prompt, or all of it: appends the tokens of `rows` to one sequence and attends with all their
     /// queries into the caller's tensor. Each query sees the part up to its own token in f16, and what was stored
     /// before as it is stored. The part is packed within the call: see [`TokenRun::prompt`]. Elements that are not
-    /// finite are stored as zeros, and [told later](KvCache::non_finite).
+    /// finite are stored as zeros, and [reported later](KvCache::non_finite).
     ///
     /// Queries and output are `[tokens, query_heads, head_dim]`.
     ///

@@ -186,8 +186,9 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when one is named twice or a step is open,
-    /// [`Error::NoTokens`], [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_append`]).
-    /// Nothing has changed.
+    /// [`Error::NoTokens`], [`Error::Limit`] when a sequence would exceed [`MOST_TOKENS`](crate::plan::MOST_TOKENS),
+    /// [`Error::Unsupported`] for [`TokenRun::unpacked`] where ranks share sequences, [`Error::NoRoom`] when too little
+    /// room is free ([`ModelCache::reserve_for_append`]). Nothing has changed.
     pub fn begin_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         let queries: Vec<QueryRun> = runs.iter().map(queries_of).collect();
         self.open(Opened::Append, tokens_of(runs), &queries, |group| group.open_append(runs, tokens_of(runs)))
@@ -198,8 +199,9 @@ impl<B: Backend> ModelCache<B> {
     /// step are those of the newest token.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::Plan`] when a span names no store of a layer or a step is
-    /// open, [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
+    /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Limit`] for too many tokens,
+    /// [`Error::Unsupported`] where ranks share sequences, [`Error::Plan`] when a span names no store of a layer or a
+    /// step is open, [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
     pub fn begin_prefill(
         &mut self,
         sequence: usize,

@@ -106,7 +106,7 @@ impl<B: Backend> ModelCache<B> {
 
     // --- allocating --------------------------------------------------------------------------------------------------
 
-    /// Allocates so much room in every layer, by store, in as few shards as the device allows: one, if it is the first.
+    /// Allocates this room in every layer, by store, in as few shards as the device allows: one, if it is the first.
     /// Room that is free already counts.
     ///
     /// # Errors
@@ -117,8 +117,8 @@ impl<B: Backend> ModelCache<B> {
         self.reserve_room(&needed, Asked::ForItself).await
     }
 
-    /// Allocates so much room in the layers of the kind of this one: those of its shape and recipe. Layers of
-    /// another recipe get room of their own, so that f16 layers take no f16 pages of packed ones.
+    /// Allocates this room in all layers of the same shape and recipe as `layer`. Layers of another recipe get room of
+    /// their own, so that f16 layers take no f16 pages of packed ones.
     ///
     /// # Errors
     /// Those of [`ModelCache::reserve`], and [`Error::Plan`] when there is no such layer.

@@ -21,7 +21,7 @@ use crate::{Error, Result};
 ///         | "mix=" { method [":" bits] ":" share "," } method [":" bits]    the best share of the chunks by the first method, …
 /// option  = "window=" tokens               newest tokens in f16, at least, and tiles packed when full (128 if not said,
 ///                                          but for methods that pack tokens as they arrive)
-///         | "sink=" tokens                 first tokens in f16, in whole tiles of 128 (0)
+///         | "sink=" tokens                 first tokens in f16; whole tiles of 128 where tiles are packed (0)
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
 ///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (by format)
 ///         | "centre"                       keys minus the mean of the first 64 of their sequence; not with ranges per channel
@@ -30,7 +30,7 @@ use crate::{Error, Result};
 ///         | "merge=" ("none" | "averaged" | "pivotal" | "weighted")   what becomes of evicted tokens (as the policy has it)
 ///         | "text=" ("equal" | "raised" | "stays")                    whether text goes before images (as the policy has it)
 ///         | "every=" tokens                after this many appended tokens the policy chooses again from all that is stored (never)
-///         | "reorder=none"                 the chunks of a mixture stay in the order of the context, each with pages of its own
+///         | "reorder=none"                 the chunks of a mixture stay in the order of the context; each run of one store has its own pages
 ///         | "search=none"                  as many chunks of a mixture get each method, whatever they resemble
 /// ```
 ///

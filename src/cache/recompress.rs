@@ -255,7 +255,9 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// [`Error::Sequence`] when there is no such sequence; [`Error::Plan`] when a step is open; [`Error::Selection`]
     /// when `spans` are of another length, queries are missing or of more rows than tokens came since, layers differ in
     /// KV heads, or tokens are held in another order than theirs ([`ChunkSpans`](super::ChunkSpans));
-    /// [`Error::NoTokens`] for an empty sequence; those of [`Policy::select_again`] and
+    /// [`Error::NoTokens`] for an empty sequence; [`Error::Unsupported`] when a layer has a sliding window, when
+    /// attention is measured in a layer with a soft cap, or with sinks and without `known_lse`, and where ranks share
+    /// sequences (use [`ContextParallel`](crate::ranks::ContextParallel)); those of [`Policy::select_again`] and
     /// [`measure_attention`](crate::backend::TokenSelection::measure_attention); [`Error::NotFinite`] when something
     /// decodes to what no store holds; [`Error::NoRoom`] or [`Error::OutOfMemory`] when the kept tokens do not fit
     /// in addition to the present ones. The cache is as it was.

@@ -62,7 +62,7 @@ impl Room {
         self.pages.shard_pages().next_back().unwrap_or(0)
     }
 
-    /// The pages of the room with a newest shard of so many pages.
+    /// The pages of the room with a larger newest shard.
     pub(super) fn with_larger_shard(&self, pages: u32) -> Result<PageAllocator> {
         self.pages.with_larger_shard(pages)
     }

@@ -45,10 +45,10 @@ impl<B: Backend> fmt::Debug for SwapOut<B> {
 }
 
 impl<B: Backend + Clone> ModelCache<B> {
-    /// Begins to move a sequence to the host in all layers. Copies of its pages are submitted behind all work that is
-    /// submitted by now, and nothing waits: steps of other sequences go on. The sequence keeps its pages until
-    /// [`ModelCache::finish_swap_out`], and must not change before. On the host it needs as much memory twice while the
-    /// copies arrive.
+    /// Begins to move a sequence to the host in all layers. The copies of its pages are queued after all submitted work.
+    /// Nothing waits: steps of other sequences go on. The sequence keeps its pages until
+    /// [`ModelCache::finish_swap_out`], and must not change before. While the copies arrive, the host holds the same
+    /// number of bytes in staging buffers.
     ///
     /// ```
     /// # use kvpack::cache::{ModelCache, Recipe, TokenRun};

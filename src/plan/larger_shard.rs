@@ -1,4 +1,4 @@
-//! Shards that take the place of smaller ones, so that a store grows without one shard more.
+//! Shards that take the place of smaller ones, so that a store grows without another shard.
 
 use crate::format::{AttentionShape, SegmentFormat};
 use crate::{Error, Result};

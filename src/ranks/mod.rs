@@ -9,7 +9,7 @@
 //! | [`ContextParallel`] | one rank's cache, and the exchange with the others |
 //! | [`SharedPrompt`] | a prompt of which a part stays: statistics of a policy over the keys of all ranks |
 //! | [`HeadParallel`] | KV heads by rank, without an exchange |
-//! | [`Transport`] | what carries tensors between ranks: [`ThreadTransport`] between threads; kvpack has no network of its own |
+//! | [`Transport`] | carries tensors between ranks: [`ThreadTransport`], `cuda::peer::Peer`, `cuda::nccl::Nccl`, or your own |
 //! | [`StepTime`] | what a step takes on one rank and on several, computed from measurements: whether splitting pays |
 
 mod agreement;

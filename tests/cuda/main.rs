@@ -1,4 +1,5 @@
-//! The CUDA backend: `cargo test --features cuda --test cuda -- --ignored` on a machine with an NVIDIA GPU.
+//! The CUDA backend: `cargo test --features cuda --test cuda -- --ignored --skip ranks::` on a machine with an NVIDIA
+//! GPU. Tests of ranks need two.
 //!
 //! With an empty kernel cache the tests without ranks take more than 150 s on a machine with an H200 and 16 cores:
 //! `steps_store_what_the_twin_stores` compiles the kernels of every format and head dimension, and had not ended by

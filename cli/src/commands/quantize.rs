@@ -23,7 +23,7 @@ use crate::print::{self, say};
 pub struct QuantizeArgs {
     /// A GGUF file.
     model: PathBuf,
-    /// The folder to write; it must not exist.
+    /// The folder to write; if it exists, it must be empty.
     #[arg(short, long, value_name = "FOLDER")]
     output: PathBuf,
     /// How weights are quantised; docs/weights.md says which method to take.

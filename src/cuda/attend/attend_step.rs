@@ -27,13 +27,15 @@ pub type AttendTensors<'a> = crate::backend::AttendTensors<'a, Tensor>;
 ///
 /// The [`AttendPlan`] is cut so that the blocks of its items fill the device once. Neighbouring queries of a run share
 /// items. Runs of up to 32 rows (of queries and query heads) do so with a warp for every eight rows, on compute
-/// capability 9.0, if a segment is packed, none is calibrated and a query has at most eight heads. Runs with 33 or more
-/// rows, or 9 in f16, share items of up to 256 rows, unless keys have sketches. Heads of packed tensors with more than
-/// 128 channels, and calibrated scores, do so on compute capability 9.0. Otherwise an item has as many queries as eight
-/// query heads hold.
+/// capability 9.0, if a segment is packed, none is calibrated and a query has at most eight heads.
 ///
-/// Where items read packed tiles several times, the tiles are unpacked first, into at most 128 MiB of scratch for some
-/// of the KV heads at a time, or for one head if it alone has more.
+/// Longer runs share items of up to 256 rows: 192 at 64 channels on compute capability 9.0, 128 at 256 channels. They
+/// begin at 9 rows in f16 and at 33 over packed pages. On compute capability 9.0, packed pages of 64, 128 and 256
+/// channels begin at 9 rows where ranges belong to groups or, at 4 bits, to tokens, and at 17 elsewhere. Calibrated
+/// scores begin at 33, on 9.0 alone. Otherwise an item has as many queries as eight query heads hold.
+///
+/// Where items read packed tiles several times, the tiles are unpacked first, some KV heads at a time, into at most
+/// 128 MiB of scratch. One head that needs more is unpacked only where no other kernel serves it.
 #[derive(Clone, Debug)]
 pub struct AttendStep {
     pub(super) shape: AttentionShape,

@@ -48,7 +48,7 @@ pub(crate) fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat) ->
     (SHARD_BYTES / format.page_bytes(shape) as u64).try_into().unwrap_or(u32::MAX)
 }
 
-/// Checks that kernels take so many shards of a store.
+/// Checks that kernels take this many shards of a store.
 ///
 /// # Errors
 /// [`Error::Limit`].

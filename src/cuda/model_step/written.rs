@@ -51,12 +51,12 @@ impl WrittenStep<'_> {
     }
 
     /// Launches the writes of a layer and, right behind them, its attention, by its place among the layers of the step.
-    /// Does not allocate or wait. Keys, values and queries must be complete before: attention may overlap with the
+    /// Does not wait. It allocates as [`WrittenStep::launch_store`] does. Keys, values and queries must be complete before: attention may overlap with the
     /// storing kernels, which saves up to a few microseconds compared with [`WrittenStep::launch_store`] and
     /// [`WrittenStep::launch_attend`].
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; errors of the driver from a launch.
+    /// As [`WrittenStep::launch_store`].
     pub fn launch(&self, layer: usize) -> Result<()> {
         self.launch_store(layer)?;
         let (part, place) = self.parts.of_layer(layer)?;

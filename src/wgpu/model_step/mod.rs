@@ -172,8 +172,8 @@ impl ModelStep {
     }
 
     /// Takes the parts of a step and writes their tables to the device, in the order of the queue: at once for all
-    /// layers, and before the pass that encodes them is submitted. Allocates memory only if something must be bound
-    /// again.
+    /// layers, and before the pass that encodes them is submitted. Allocates memory if something must be bound again, or
+    /// if the step packs a part of a prompt as a span.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) or [`Error::Elements`](crate::Error::Elements) when the parts have other

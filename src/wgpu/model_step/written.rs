@@ -32,7 +32,7 @@ pub(super) struct PartTables<'a> {
 }
 
 impl WrittenStep<'_> {
-    /// Whether this step allocated memory and built bind groups.
+    /// Whether this step rebuilt bind groups and the memory that steps share.
     pub const fn bound_anew(&self) -> bool {
         self.bound_anew
     }

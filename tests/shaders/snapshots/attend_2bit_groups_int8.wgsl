@@ -714,7 +714,7 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -726,8 +726,8 @@ var<private> last_parity: u32;
 var<private> weight_sum: array<f32, HEADS>;
 // What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
 // running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
+var<private> rescale_acc: array<f32, HEADS>;
+var<private> rescale_step: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {
@@ -776,12 +776,12 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
             let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
             let old_max = running_maxima[parity * HEADS + head];
             let new_max = max(old_max, step_max);
-            keep[head] = exp2(old_max - new_max);
-            enter[head] = exp2(step_max - new_max);
+            rescale_acc[head] = exp2(old_max - new_max);
+            rescale_step[head] = exp2(step_max - new_max);
             if (invocation == head) {
                 running_maxima[(1u - parity) * HEADS + head] = new_max;
             }
-            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
+            weight_sum[head] = weight_sum[head] * rescale_acc[head] + weigh(head, step_max, new_max, parity, team, lane);
         }
         if (invocation < HEADS) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
@@ -919,7 +919,7 @@ fn enters() -> bool {
 // It therefore starts at the bits of 2^23 and equals that float plus the sum.
 //
 // needs: HEADS, HEAD_DIM, STEP_TILES, begin_block_maxima, begin_value_ranges, channel_scale, enter_block,
-//   enter_value_tile, keep, leave_value_tile, tile_bases
+//   enter_value_tile, leave_value_tile, rescale_acc, tile_bases
 // gives: TILE_QUAD_PAIRS, BLOCK_STRIDE, TWO_TO_23, LARGEST_WEIGHT_UNIT, WEIGHT_GROUPS, GROUP_CHANNELS, weight_bytes,
 //   is_first_of_block, begin_values, store_bytes, add_values
 // set by plans: WEIGHT_GROUPS, LEAST_WEIGHT_VECTORS
@@ -984,7 +984,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var k = 0u; k < CHANNELS; k++) {
-            sums[head * CHANNELS + k] *= keep[head];
+            sums[head * CHANNELS + k] *= rescale_acc[head];
         }
     }
     let group = weight_group(team, lane);
@@ -1178,7 +1178,7 @@ fn value_place(group: u32) -> vec2<u32> {
 //
 // where ŵ approximates p s, and the second sum is one per head and group.
 //
-// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, keep, store_bytes, token_scores
+// needs: HEADS, LANE_TOKENS, LARGEST_WEIGHT_UNIT, TWO_TO_23, WEIGHT_GROUPS, rescale_acc, store_bytes, token_scores
 // gives: BLOCK_MAXIMA, begin_value_ranges, enter_value_ranges, weigh, store_weights
 // set by plans: VALUE_CENTRE
 
@@ -1234,7 +1234,8 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
             let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
             let left = dot(p, centres) - sum * (unit * VALUE_CENTRE);
-            common_sums[group * HEADS + head] = common_sums[group * HEADS + head] * keep[head] + left * block_units[head];
+            let at = group * HEADS + head;
+            common_sums[at] = common_sums[at] * rescale_acc[head] + left * block_units[head];
         }
     }
 }

@@ -303,7 +303,7 @@ fn add_product(a: vec4<f32>, b: vec4<f32>, sum: f32) -> f32 {
 
 // Weights relative to the step's maximum, and their exact sum.
 //
-// needs: HEADS, LANE_TOKENS, enter, token_scores
+// needs: HEADS, LANE_TOKENS, rescale_step, token_scores
 // gives: weights, weigh
 
 // Weights of the invocation's tokens: [head][token].
@@ -317,7 +317,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
         weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
         sum += weights[head * LANE_TOKENS + i];
     }
-    return sum * enter[head];
+    return sum * rescale_step[head];
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ fn input_at(index: u32) -> u32 {
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -405,8 +405,8 @@ var<private> last_parity: u32;
 var<private> weight_sum: array<f32, HEADS>;
 // What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
 // running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
+var<private> rescale_acc: array<f32, HEADS>;
+var<private> rescale_step: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {
@@ -455,12 +455,12 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
             let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
             let old_max = running_maxima[parity * HEADS + head];
             let new_max = max(old_max, step_max);
-            keep[head] = exp2(old_max - new_max);
-            enter[head] = exp2(step_max - new_max);
+            rescale_acc[head] = exp2(old_max - new_max);
+            rescale_step[head] = exp2(step_max - new_max);
             if (invocation == head) {
                 running_maxima[(1u - parity) * HEADS + head] = new_max;
             }
-            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
+            weight_sum[head] = weight_sum[head] * rescale_acc[head] + weigh(head, step_max, new_max, parity, team, lane);
         }
         if (invocation < HEADS) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
@@ -584,8 +584,8 @@ fn from_ordered(bits: u32) -> f32 {
 // them. Team t works on CHANNELS channels per lane, 32 apart, of channel block t % CHANNEL_BLOCKS, and on
 // CHANNEL_BLOCKS of the step's four tiles. Neighbouring lanes read neighbouring vectors.
 //
-// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, enter, finish_output, keep,
-//   put_output, sum_parts, tile_bases, write_lse
+// needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, finish_output, put_output,
+//   rescale_acc, rescale_step, sum_parts, tile_bases, write_lse
 // gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
@@ -622,7 +622,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let w = vec4<f32>(weights[head * 4u], weights[head * 4u + 1u], weights[head * 4u + 2u], weights[head * 4u + 3u]);
-        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * enter[head]);
+        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * rescale_step[head]);
     }
 }
 
@@ -635,7 +635,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
     for (var head = 0u; head < HEADS; head++) {
         // unroll
         for (var k = 0u; k < CHANNELS; k++) {
-            sums[head * CHANNELS + k] *= keep[head];
+            sums[head * CHANNELS + k] *= rescale_acc[head];
         }
     }
     let first_tile = team / CHANNEL_BLOCKS * CHANNEL_BLOCKS;

@@ -100,8 +100,8 @@ var<private> score_units: array<f32, OWN_HEADS>;
 var<private> running_max: array<f32, OWN_HEADS>;
 var<private> weight_sum: array<f32, OWN_HEADS>;
 // What the last step's sums and those before it are multiplied with, to be relative to the running maximum.
-var<private> enter: array<f32, OWN_HEADS>;
-var<private> keep: array<f32, OWN_HEADS>;
+var<private> rescale_step: array<f32, OWN_HEADS>;
+var<private> rescale_acc: array<f32, OWN_HEADS>;
 // [head][channel block]: of channel `own_channel(lane, block)`.
 var<private> sums: array<f32, OWN_HEADS * CHANNEL_BLOCKS>;
 
@@ -188,7 +188,8 @@ fn take_sums(team: u32, lane: u32) {
         // unroll
         for (var block = 0u; block < CHANNEL_BLOCKS; block++) {
             let sum = step_sums[block * SUM_BLOCK + column] + step_sums[(CHANNEL_BLOCKS + block) * SUM_BLOCK + column];
-            sums[own * CHANNEL_BLOCKS + block] = sums[own * CHANNEL_BLOCKS + block] * keep[own] + sum * enter[own];
+            let at = own * CHANNEL_BLOCKS + block;
+            sums[at] = sums[at] * rescale_acc[own] + sum * rescale_step[own];
         }
     }
 }
@@ -213,8 +214,8 @@ fn weigh(item: WorkItem, first: u32, team: u32, lane: u32) {
         }
         let step_max = subgroupMax(largest);
         let new_max = max(running_max[own], step_max);
-        keep[own] = exp2(running_max[own] - new_max);
-        enter[own] = exp2(step_max - new_max);
+        rescale_acc[own] = exp2(running_max[own] - new_max);
+        rescale_step[own] = exp2(step_max - new_max);
         running_max[own] = new_max;
         // The sum of the rounded weights, so that the mean of the values is exact.
         var sum = 0f;
@@ -226,7 +227,7 @@ fn weigh(item: WorkItem, first: u32, team: u32, lane: u32) {
             let rounded = vec4<f32>(p);
             sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
         }
-        weight_sum[own] = weight_sum[own] * keep[own] + sum * enter[own];
+        weight_sum[own] = weight_sum[own] * rescale_acc[own] + sum * rescale_step[own];
     }
 }
 

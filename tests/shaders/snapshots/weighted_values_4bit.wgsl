@@ -282,7 +282,7 @@ fn from_ordered(bits: u32) -> f32 {
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, keep, enter, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -294,8 +294,8 @@ var<private> last_parity: u32;
 var<private> weight_sum: array<f32, HEADS>;
 // What running sums are multiplied with, and what the step's sums are multiplied with, to be relative to the new
 // running maximum.
-var<private> keep: array<f32, HEADS>;
-var<private> enter: array<f32, HEADS>;
+var<private> rescale_acc: array<f32, HEADS>;
+var<private> rescale_step: array<f32, HEADS>;
 
 // Pages of which all parts exist.
 fn pages() -> u32 {
@@ -344,12 +344,12 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
             let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
             let old_max = running_maxima[parity * HEADS + head];
             let new_max = max(old_max, step_max);
-            keep[head] = exp2(old_max - new_max);
-            enter[head] = exp2(step_max - new_max);
+            rescale_acc[head] = exp2(old_max - new_max);
+            rescale_step[head] = exp2(step_max - new_max);
             if (invocation == head) {
                 running_maxima[(1u - parity) * HEADS + head] = new_max;
             }
-            weight_sum[head] = weight_sum[head] * keep[head] + weigh(head, step_max, new_max, parity, team, lane);
+            weight_sum[head] = weight_sum[head] * rescale_acc[head] + weigh(head, step_max, new_max, parity, team, lane);
         }
         if (invocation < HEADS) {
             atomicStore(&step_maxima[(1u - parity) * HEADS + invocation], 0u);
@@ -457,7 +457,7 @@ fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 // the tokens of a step. Rounding to nearest would drop every weight below half a unit at once when one token of the
 // step outweighs the others by more than 2^16.
 //
-// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, enter, keep, tile_bases
+// needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, rescale_acc, rescale_step, tile_bases
 // gives: weight_bytes, begin_values, store_weights, add_values
 
 const LARGEST_WEIGHT: f32 = 32639f;
@@ -555,7 +555,8 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             let at = head * CHANNELS + k;
             // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
             let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            sums[at] = sums[at] * keep[head] + f32(sum) * (enter[head] * WEIGHT_UNIT * largest_value_scale());
+            let unit = rescale_step[head] * WEIGHT_UNIT * largest_value_scale();
+            sums[at] = sums[at] * rescale_acc[head] + f32(sum) * unit;
         }
     }
 }
@@ -647,7 +648,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
 
 // Weights relative to the step's maximum, and their exact sum.
 //
-// needs: HEADS, LANE_TOKENS, enter, token_scores
+// needs: HEADS, LANE_TOKENS, rescale_step, token_scores
 // gives: weights, weigh
 
 // Weights of the invocation's tokens: [head][token].
@@ -661,7 +662,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
         weights[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - step_max);
         sum += weights[head * LANE_TOKENS + i];
     }
-    return sum * enter[head];
+    return sum * rescale_step[head];
 }
 
 // ----------------------------------------------------------------------------------------------------

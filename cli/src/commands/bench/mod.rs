@@ -151,7 +151,7 @@ enum SuiteName {
     Chunks,
     /// Keeping a tenth of a prompt of 32k and 128k tokens: the cost of each part, and what decoding gains
     Evict,
-    /// Products of 1, 4 and 16 rows of activations with weights in 2, 3, 4 and 8 bits
+    /// Products of 1 to 4096 rows of activations with weights in 2, 3, 4 and 8 bits
     Linear,
     /// Sequences stored in segments of several precisions, and each segment alone
     Mixed,
