@@ -36,6 +36,8 @@ pub struct State<B: Host> {
 struct Open<B: Host> {
     number: u64,
     rows: usize,
+    /// Whether it stores tokens. A step of `begin_attend` stores none.
+    appends: bool,
     prepared: Option<Prepared<B::Prepared>>,
     /// Which layers have stored their tokens by launches of the prepared step.
     stored: Vec<bool>,
@@ -101,7 +103,9 @@ impl<B: Host> State<B> {
             LayerRows::Store { keys, .. } | LayerRows::Both { keys, .. } => keys.shape[0],
             LayerRows::Attend { queries, .. } => queries.shape[0],
         };
-        if given != open.rows || (!rows.stores() && !*stored) {
+        // Launches of a step that stores nothing would ignore keys and values.
+        let allowed = if rows.stores() { open.appends } else { *stored };
+        if given != open.rows || !allowed {
             return Ok(false); // the call of the cache says what is wrong
         }
         host.launch(state, current, &prepared.launches, layer, rows)?;
@@ -176,8 +180,10 @@ impl<B: Host> Shared<B> {
             state.steps += 1;
             let graph = prepared.as_ref().map(|prepared| (prepared.class, prepared.bound_anew));
             let memory = prepared.as_ref().map(|prepared| Box::new(prepared.launches.clone()) as _);
-            let stored = vec![matches!(runs, StepRuns::Attend(_)); state.cache.layers()];
-            state.open = Some(Open { number: state.steps, rows, prepared, stored });
+            let appends = matches!(runs, StepRuns::Append(_));
+            // Layers of a step that stores nothing lack nothing.
+            let stored = vec![!appends; state.cache.layers()];
+            state.open = Some(Open { number: state.steps, rows, appends, prepared, stored });
             Ok(Opened { number: state.steps, graph, _memory: memory })
         })
     }

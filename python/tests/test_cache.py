@@ -189,6 +189,21 @@ def test_steps_end_once():
     later.abandon()
 
 
+def test_a_step_that_attends_stores_nothing():
+    cache = new("f16")
+    fill(cache, [(0, 5)])
+    k, v, q = (normal([1, i], 1, heads, CHANNELS) for i, heads in enumerate((KV_HEADS, KV_HEADS, HEADS)))
+    with cache.begin_attend([(0, 1)]) as step:
+        for call in (lambda: step.store(0, k, v), lambda: step.store_attend(0, k, v, q)):
+            with pytest.raises(kvpack.Error, match="no such step is open"):
+                call()
+        outputs = [step.attend(layer, q) for layer in range(LAYERS)]
+    assert cache.length(0) == 5
+    for layer, out in enumerate(outputs):
+        keys, values, _ = held(cache, layer, 0)
+        assert error(out, attention(q, keys, values, np.ones((1, 5), bool))[0]) < 1e-5
+
+
 def test_a_budget_is_kept():
     cache = new("f16", budget=4 * 2 * 128 * KV_HEADS * CHANNELS * 2)
     fill(cache, [(0, 128)])

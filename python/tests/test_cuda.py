@@ -149,6 +149,21 @@ def test_states_of_parts_are_those_of_all():
     assert error(numpy(same), wanted) < 2e-3
 
 
+def test_a_step_that_attends_stores_nothing():
+    cache = new_cache()
+    run_step(cache, [(0, 150)], 150)
+    keys, values, queries = rows(1), rows(1, seed=1), rows(1, HEADS)
+    with cache.begin_attend([(0, 1)]) as step:
+        assert step.graph is not None, "its layers are not launched from tables: this tests nothing"
+        for call in (lambda: step.store(0, keys, values), lambda: step.store_attend(0, keys, values, queries)):
+            with pytest.raises(kvpack.Error, match="no such step is open"):
+                call()
+        outputs = [step.attend(layer, queries) for layer in range(LAYERS)]
+    assert cache.length(0) == 150
+    for layer, found in enumerate(outputs):
+        check(cache, layer, 0, queries, found, 2e-3)
+
+
 def test_states_inside_a_step_of_launches():
     cache = new_cache()
     with cache.begin([(0, 5)]) as step:
