@@ -43,6 +43,15 @@ struct Open<B: Host> {
     stored: Vec<bool>,
 }
 
+impl<B: Host> Drop for Shared<B> {
+    /// The layers of a prepared step run on the caller's stream, which the backend's is not ordered behind until the
+    /// next call. The fields, which hold the memory that they read and write, are dropped after this.
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        self.host.before_drop(&mut state.host);
+    }
+}
+
 /// A step that was opened.
 pub struct Opened {
     pub number: u64,

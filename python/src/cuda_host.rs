@@ -47,7 +47,8 @@ fn stream_of(context: &Arc<CudaContext>, handle: u64) -> Arc<CudaStream> {
     match handle {
         0 => context.default_stream(),
         // SAFETY: it is a stream of this device's primary context, from the caller or from PyTorch, whose streams live
-        // as long as the process. The caller promises that its stream lives as long as the cache.
+        // as long as the process. The caller promises that its own streams live as long as the cache: the one that it
+        // names, and those that it makes PyTorch's current one.
         handle => unsafe { context.wrap_borrowed_stream(handle as _) },
     }
 }
@@ -141,6 +142,18 @@ impl Host for Cuda {
                 last.join(self.stream()).map_err(driver("ordering streams"))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// A stream that a graph captures takes no such order: it would become part of the graph, or end the capture.
+    fn before_drop(&self, state: &mut CudaState) {
+        let Some(last) = state.last.take().filter(|last| last.cu_stream() != self.stream().cu_stream()) else { return };
+        // The context keeps the error of an earlier drop for its next call. That call is none of those that matter.
+        _ = self.stream().context().bind_to_thread();
+        if !is_capturing(self.stream()) && !is_capturing(&last) {
+            // Nobody is there to be told of a failure. Where the order fails, the device has failed and nothing reads
+            // the memory, or the process was forked and its driver gives nothing back.
+            _ = self.stream().join(&last);
         }
     }
 

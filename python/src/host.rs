@@ -64,6 +64,10 @@ pub trait Host:
     /// Orders the caller's stream of `enter` behind the backend's.
     fn leave(&self, state: &mut Self::State) -> Result<()>;
 
+    /// Orders the backend's stream behind all work of a cache that is dropped: its memory is given back in the order of
+    /// that stream.
+    fn before_drop(&self, state: &mut Self::State);
+
     /// Compiles what steps of up to `longest` tokens of a sequence need.
     fn prepare(&self, state: &mut Self::State, cache: &ModelCache<Self>, longest: usize) -> Result<()>;
 
@@ -126,6 +130,8 @@ impl Host for Cpu {
     fn leave(&self, (): &mut ()) -> Result<()> {
         Ok(())
     }
+
+    fn before_drop(&self, (): &mut ()) {}
 
     fn prepare(&self, (): &mut (), _: &ModelCache<Self>, _: usize) -> Result<()> {
         Ok(())

@@ -10,6 +10,8 @@ use crate::python_cache::Cache;
 /// and abandons if an exception passes.
 #[pyclass(frozen, module = "kvpack")]
 pub struct Step {
+    /// Dropped before the memory of the launches: where the step is the last that holds the cache, the cache orders what
+    /// is given back.
     pub cache: Py<Cache>,
     pub opened: Opened,
 }

@@ -372,6 +372,43 @@ def test_layers_may_run_on_another_stream_than_begin():
         check(cache, layer, 0, queries, outputs, 2e-3)
 
 
+@pytest.mark.parametrize("last", ["cache", "step"])
+def test_a_cache_may_be_dropped_while_a_stream_works_on_it(last):
+    """Its memory is the next cache's once that stream is done with it, whoever held it last."""
+    prompt, token = [[[rows(tokens, heads, seed=3 * layer + i) for i, heads in enumerate((KV_HEADS, KV_HEADS, HEADS))]
+                      for layer in range(LAYERS)] for tokens in (300, 1)]
+    on_host = new_cache(device="cpu")
+    for runs, given in (([(0, 300)], prompt), ([0], token)):
+        with on_host.begin(runs) as step:
+            wanted = [step.store_attend(layer, *(x.cpu() for x in of)) for layer, of in enumerate(given)]
+    cache, side = new_cache(), torch.cuda.Stream()
+    cache.reserve([(0, 4096)])
+    with cache.begin([(0, 300)]) as step:
+        for layer, of in enumerate(prompt):
+            step.store_attend(layer, *of)
+    step = cache.begin([0])  # compiles what the step below launches
+    for layer, of in enumerate(token):
+        step.store_attend(layer, *of)
+    step.abandon()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        step = cache.begin([0])
+        assert step.graph is not None
+        torch.cuda._sleep(2_000_000_000)
+        outputs = [step.store_attend(layer, *of) for layer, of in enumerate(token)]
+        step.commit()
+    if last == "cache":
+        del step, cache
+    else:
+        del cache, step
+    following = new_cache()
+    following.reserve([(0, 4096)])  # zeros
+    print(f"{last}: the stream was {'done' if side.query() else 'busy'} when the memory was taken")
+    torch.cuda.synchronize()
+    for found, expected in zip(outputs, wanted):
+        assert error(numpy(found), numpy(expected)) < 2e-3
+
+
 def test_decoding_waits_for_nothing():
     cache = new_cache("saw-int4")
     cache.prepare()
