@@ -98,6 +98,11 @@ impl Cache {
         on_backend!(&self.held, shared => shared.look(py, |state| state.cache.truncate(sequence, length)))
     }
 
+    /// Raises what ``truncate`` would raise, and changes nothing: ask for all sequences before the first is truncated.
+    fn check_truncate(&self, py: Python<'_>, sequence: usize, length: usize) -> PyResult<()> {
+        on_backend!(&self.held, shared => shared.look(py, |state| state.cache.check_truncate(sequence, length)))
+    }
+
     /// Drops all tokens of a sequence.
     fn clear(&self, py: Python<'_>, sequence: usize) -> PyResult<()> {
         on_backend!(&self.held, shared => shared.look(py, |state| state.cache.clear(sequence)))

@@ -119,6 +119,26 @@ def test_truncated_tokens_are_gone():
     assert cache.length(0) == 0
 
 
+def test_a_truncation_can_be_asked_for_beforehand():
+    cache = new("f16", windows=[None, 16])
+    fill(cache, [(0, 300)])
+    fill(cache, [0], 1)
+    for length, text in ((302, "it holds 301"), (100, "sliding window of 15 positions")):
+        for call in (cache.check_truncate, cache.truncate):
+            with pytest.raises(kvpack.Error, match=text):
+                call(0, length)
+    cache.check_truncate(0, 200)
+    with pytest.raises(kvpack.Error, match="sequence 3"):
+        cache.check_truncate(3, 0)
+    step = cache.begin([0])
+    with pytest.raises(kvpack.Error, match="a step is open"):
+        cache.check_truncate(0, 0)
+    step.abandon()
+    assert cache.length(0) == 301
+    cache.truncate(0, 200)
+    assert cache.length(0) == 200
+
+
 @pytest.mark.parametrize("recipe", ["f16", "kivi:2", "saw-int4"])
 def test_swapped_sequences_come_back_bit_for_bit(recipe):
     cache = new(recipe)

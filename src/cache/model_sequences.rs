@@ -78,11 +78,20 @@ impl<B: Backend> ModelCache<B> {
     /// As [`KvCache::truncate`](super::KvCache::truncate); [`Error::Plan`] when a step is open. On an error nothing has
     /// changed.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
-        self.check_no_step()?;
-        self.groups.iter().try_for_each(|group| group.page_tables.check_truncate(sequence, length))?;
+        self.check_truncate(sequence, length)?;
         self.groups.iter_mut().try_for_each(|group| group.page_tables.truncate(sequence, length))?;
         self.join_layers();
         Ok(())
+    }
+
+    /// Checks that [`ModelCache::truncate`] can do this, and changes nothing: for callers that truncate several
+    /// sequences, or none. What is done to one sequence does not change the answer for another.
+    ///
+    /// # Errors
+    /// As [`ModelCache::truncate`].
+    pub fn check_truncate(&self, sequence: usize, length: usize) -> Result<()> {
+        self.check_no_step()?;
+        self.groups.iter().try_for_each(|group| group.page_tables.check_truncate(sequence, length))
     }
 
     /// Releases whole pages of old tokens in all layers: see [`KvCache::forget`](super::KvCache::forget).

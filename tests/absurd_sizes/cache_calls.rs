@@ -263,6 +263,7 @@ fn models() -> Vec<Call> {
         "cache::ModelCache::pack_windows" => sizes(|a| done(block_on(model().pack_windows(a))));
         "cache::ModelCache::clear" => sizes(|a| done(model().clear(a)));
         "cache::ModelCache::fork" => pairs(|a, b| done(model().fork(a, b)));
+        "cache::ModelCache::check_truncate" => pairs(|a, b| done(model().check_truncate(a, b)));
         "cache::ModelCache::truncate" => pairs(|a, b| done(model().truncate(a, b)));
         "cache::ModelCache::forget" => triples(|a, b, c| if let Ok(range) = TokenRange::new(b, c) {
             done(block_on(async { model().forget(a, range) }));

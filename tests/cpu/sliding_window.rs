@@ -93,6 +93,8 @@ fn what_is_given_back_is_never_asked_for() {
     pair.step(&[TokenRun::decode(0), TokenRun::decode(1)]);
     let refused = pair.windowed.truncate(0, 300);
     assert!(matches!(&refused, Err(Error::Plan { reason, .. }) if reason.contains("sliding window")), "{refused:?}");
+    assert_eq!(pair.windowed.check_truncate(0, 300), refused);
+    assert_eq!((pair.windowed.check_truncate(0, 0), pair.windowed.length(0)), (Ok(()), Ok(641)));
     let earlier = QueryRun { end: Some(350), ..QueryRun::causal(0, 1) };
     let refused = pair.windowed.begin_attend(&[earlier]);
     assert!(matches!(&refused, Err(Error::Plan { reason, .. }) if reason.contains("sliding window")), "{refused:?}");
