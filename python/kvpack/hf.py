@@ -164,10 +164,17 @@ class _Held:
         self.slots = slots
 
     def crop(self, tokens_to_remove):
+        """Crops all rows, or none: one may have released what its window does not see."""
         self.abandon()
-        for slot in self.slots if tokens_to_remove else []:
-            self.cache.truncate(slot, self.cache.length(slot) + tokens_to_remove)
-        self.seen += tokens_to_remove
+        if tokens_to_remove == 0:
+            return
+        # A row with padding holds fewer tokens than the batch has columns.
+        left = [(slot, max(0, self.cache.length(slot) + tokens_to_remove)) for slot in self.slots]
+        for slot, length in left:
+            self.cache.check_truncate(slot, length)
+        for slot, length in left:
+            self.cache.truncate(slot, length)
+        self.seen = max(0, self.seen + tokens_to_remove)
 
 
 class PackedLayer(CacheLayerMixin):

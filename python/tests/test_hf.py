@@ -154,6 +154,45 @@ def test_a_forward_pass_that_fails_leaves_the_cache_as_it_was(model):
     assert cache.get_seq_length() == 40 and distance(again, wanted) < 5e-3
 
 
+def test_rows_are_cropped_to_what_is_no_padding(model):
+    ids, mask = prompts(2, 10)
+    mask[1, :7] = 0
+    kvpack.hf.enable(model, "f16")
+    wanted, _ = logits_of_parts(model, ids, mask, 5, kvpack.hf.PackedCache("f16"))
+    cache = kvpack.hf.PackedCache("f16")
+    lengths = lambda: (cache.get_seq_length(), [cache.held.cache.length(slot) for slot in cache.held.slots])
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **{CACHE: cache})
+        assert lengths() == (10, [10, 3])
+        cache.crop(-5)
+        assert lengths() == (5, [5, 0])
+        again = model(ids[:, 5:], attention_mask=mask, **{CACHE: cache}).logits
+    assert lengths() == (10, [10, 3]) and distance(again, wanted) < 5e-3
+    cache.crop(-11)  # more than there is, as other caches of transformers take it
+    assert lengths() == (0, [0, 0])
+
+
+@pytest.mark.parametrize("model", ["mistral", "gemma2"], indirect=True)
+def test_a_crop_that_one_row_refuses_changes_no_row(model):
+    ids, mask = prompts(2, 300)
+    mask[0, :90] = 0
+    kvpack.hf.enable(model, "f16")
+    cache, tokens = kvpack.hf.PackedCache("f16"), torch.full((2, 1), 5, device=DEVICE)
+    lengths = lambda: (cache.get_seq_length(), [cache.held.cache.length(slot) for slot in cache.held.slots])
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **{CACHE: cache})
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        wanted = model(tokens, attention_mask=mask, **{CACHE: cache}).logits
+        before = lengths()
+        # The first row holds all of its tokens. The second has released those that its window is past.
+        with pytest.raises(kvpack.Error, match="sliding window"):
+            cache.crop(-200)
+        assert lengths() == before == (301, [211, 298])
+        cache.crop(-1)
+        again = model(tokens, attention_mask=mask, **{CACHE: cache}).logits
+    assert lengths() == before and distance(again, wanted) < 5e-3
+
+
 class OnTheHost(kvpack.hf._graphs.Graphs):
     """Graphs that run their layers again, for tests without a card."""
 
