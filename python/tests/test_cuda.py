@@ -589,6 +589,16 @@ def test_a_graph_is_replayed_while_sequences_grow(recipe, own):
         np.testing.assert_array_equal(old, new)
 
 
+def test_a_step_that_attends_has_a_graph_of_its_own():
+    cache, graphs = new_cache(), []
+    run_step(cache, [0], 1)
+    for begin in [lambda: cache.begin([0]), lambda: cache.begin_attend([(0, 1)])] * 2:
+        step = begin()
+        graphs.append(step.graph)
+        step.abandon()
+    assert None not in graphs and not {graphs[0], graphs[2]} & {graphs[1], graphs[3]}
+
+
 def test_what_a_graph_cannot_hold_is_refused():
     cache = new_cache()
     run_step(cache, [0], 1)

@@ -10,7 +10,7 @@ use kvpack::cpu::Cpu;
 use kvpack::cuda::cudarc::driver::CudaGraph;
 use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::{Cuda, KernelCache, LaunchMemory, LayerTensors, ModelStep, Tensor, WrittenStep};
-use kvpack::plan::{ElementType, RowLayout};
+use kvpack::plan::{ElementType, QueryRun, RowLayout};
 use pollster::block_on;
 
 use any_backend::model_steps::{BEGINNING_ROWS, CENTRED, LAYERS, RECIPES, ROWS, SEQUENCES, STEADY, STEPS};
@@ -266,4 +266,32 @@ fn one_step_serves_all_parts() {
     }
     let class = classes[0].1;
     assert!(classes.iter().enumerate().all(|(step, of)| *of == (step == 0, class)), "{classes:?}");
+}
+
+/// A graph that only attends must not be replayed for a step that stores, though what is bound serves both.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn steps_that_store_nothing_have_classes_of_their_own() {
+    let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
+    let mut cache = model_steps::cache(&backend, &model_steps::recipe("f16"));
+    let of: Vec<_> = (0..LAYERS).map(|_| tensors(&backend)).collect();
+    let mut steps = ModelStep::new(&backend, RowLayout::token_major(ROWS, &model_steps::shape()), of).unwrap();
+    let mut classes = Vec::new();
+    for stores in [true, false, true, false] {
+        block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+        if stores {
+            cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+        } else {
+            cache.begin_attend(&[QueryRun::decode(0)]).unwrap();
+        }
+        let open = cache.open_steps().unwrap();
+        let step = steps.write(&open).unwrap();
+        classes.push(step.class());
+        (0..LAYERS).for_each(|layer| step.launch(layer).unwrap());
+        drop((step, open));
+        cache.commit().unwrap();
+    }
+    // The third step is served by what was bound for the second, which stores nothing.
+    assert!([classes[0], classes[2]].iter().all(|class| ![classes[1], classes[3]].contains(class)), "{classes:?}");
+    assert_eq!(classes[1], classes[3]);
 }

@@ -183,7 +183,9 @@ impl ModelStep {
         self.upload.send(&self.backend)?;
         let numbers =
             by_part.iter().filter_map(|layers| self.bound.newest(layers[0])).map(|bound| bound.class.number());
-        let class = self.classes.of_step(numbers.collect());
+        // What is bound for a step that stores nothing may serve one that stores, but their graphs differ.
+        let stores = parts.iter().any(|part| part.table.tokens_needed() > 0);
+        let class = self.classes.of_step(numbers.chain([u64::from(stores)]).collect());
         let Self { backend, bound, .. } = &*self;
         let packed = |_: usize, part: &OpenStep<'a, Store, NonFiniteFlags>| PackedParts {
             staged: part.staged,

@@ -44,8 +44,8 @@ impl WrittenStep<'_> {
         self.bound_anew
     }
 
-    /// The number of the step's class. Steps of one class have the same launches, and therefore the same graph. A
-    /// number is never used twice.
+    /// The number of the step's class. Steps of one class have the same launches, and therefore the same graph. A step
+    /// that stores nothing is in no class with one that stores. A number is never used twice.
     pub const fn class(&self) -> u64 {
         self.class
     }
