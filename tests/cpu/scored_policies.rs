@@ -52,9 +52,9 @@ fn scorings_that_statistics_lack_are_refused() {
         let known = MeasuredQueries { queries: TensorRows { tensor: &queries, layout }, known_lse: Some(&lse) };
         let with_lse = observed.observe(1, prompt.dense(&Cpu::new(), 1), Some(known));
         if what == "sinks" {
-            with_lse.unwrap()
+            with_lse.unwrap();
         } else {
-            refused(with_lse, what)
+            refused(with_lse, what);
         }
 
         let chosen = cache.observe(Policy::streaming(4, 60), prompt.spans()).unwrap();
