@@ -160,7 +160,7 @@ impl Storage for Cuda {
         store.add_shard(&self.stream, pages)
     }
 
-    /// As many as kernels take.
+    /// As many as the tables of a step hold.
     fn shards_at_once(&self) -> usize {
         MOST_SHARDS
     }

@@ -48,19 +48,6 @@ pub(crate) fn max_shard_pages(shape: &AttentionShape, format: &SegmentFormat) ->
     (SHARD_BYTES / format.page_bytes(shape) as u64).try_into().unwrap_or(u32::MAX)
 }
 
-/// Checks that kernels take this many shards of a store.
-///
-/// # Errors
-/// [`Error::Limit`].
-fn check_shards(shards: usize) -> Result<()> {
-    if shards <= MOST_SHARDS {
-        return Ok(());
-    }
-    let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
-    let hint = "reserve all pages in one call; that takes fewer shards";
-    Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint })
-}
-
 impl Store {
     /// An empty store.
     ///
@@ -134,7 +121,6 @@ impl Store {
     /// Adds a shard of `pages` zeroed pages.
     pub(crate) fn add_shard(&mut self, stream: &Arc<CudaStream>, pages: u32) -> Result<()> {
         let bytes = self.shard_bytes(pages)?;
-        check_shards(self.shards.len() + 1)?;
         let memory = Memory::zeroed(stream, "pages", bytes)?;
         self.shards.push(Shard { pages, memory });
         Ok(())
@@ -304,7 +290,11 @@ impl Store {
     /// # Errors
     /// [`Error::Limit`] when there are more shards than kernels take.
     pub(crate) fn shard_addresses(&self, shards: usize) -> Result<[u64; MOST_SHARDS]> {
-        check_shards(shards)?;
+        if shards > MOST_SHARDS {
+            let (needed, allowed) = (shards as u64, MOST_SHARDS as u64);
+            let hint = "reserve all pages in one call; that takes fewer shards";
+            return Err(Error::Limit { what: "the shards of a store".into(), needed, allowed, hint });
+        }
         let mut addresses = [0; MOST_SHARDS];
         let of_store = self.shards.iter().take(shards).map(|shard| shard.memory.address());
         addresses.iter_mut().zip(of_store).for_each(|(address, of_shard)| *address = of_shard);
