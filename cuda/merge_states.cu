@@ -34,7 +34,8 @@ constexpr float LEAST_LSE = -1e29f;
 // that of the row without the sink and becomes that of the output.
 __device__ __forceinline__ float output_share(const AttendCall& call, u32 head, float& lse) {
     const ItemState state = with_sink(call, head, {1.0f, lse});
-    const bool sees = state.lse >= LEAST_LSE;
+    // NaN counts as seen, so that it stays and weighs where parts are merged.
+    const bool sees = !(state.lse < LEAST_LSE);
     lse = sees ? state.lse : -__int_as_float(0x7f800000);
     return sees ? state.out : 0.0f;
 }

@@ -14,7 +14,8 @@ def select(scores, keep):
 
     if hasattr(scores, "detach"):
         scores = scores.detach().float().cpu().numpy()
-    scores = numpy.asarray(scores)
+    # Integers without a sign would wrap where they are negated.
+    scores = numpy.asarray(scores, dtype=numpy.float64)
     if scores.ndim != 3 or scores.shape[2] == 0:
         raise TensorError(f"scores: their shape is {list(scores.shape)}; it must be [layers, kv_heads, tokens]")
     if numpy.isnan(scores).any():

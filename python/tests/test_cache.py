@@ -398,6 +398,8 @@ def test_room_is_allocated_and_given_back():
 def test_scores_choose_tokens():
     scores = np.array([[[3.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, np.inf]]])
     assert kvpack.select(scores, 2) == [[[0, 3], [0, 3]]] and kvpack.select(scores, 0.25) == [[[0], [3]]]
+    for unsigned in (np.uint8, np.uint32, np.uint64):
+        assert kvpack.select(np.array([[[0, 5, 3]]], unsigned), 2) == [[[1, 2]]]
     layers = [(normal(0, 4, 2, 64), normal(1, 4, 2, 64))]
     cache = new(layers=1)
     cache.keep(0, layers, kvpack.select(scores, 3))

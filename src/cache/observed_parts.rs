@@ -63,8 +63,9 @@ pub struct PartQueries<'a, T> {
     /// head per query head.
     pub queries: TensorRows<'a, T>,
     /// The natural log-sum-exps that the step wrote (`ModelStep::with_log_sum_exps`), f32 `[rows, query_heads]`: keys
-    /// are then read once instead of twice. Recipes with a centre have none, and policies that count entries
-    /// ([`Policy::threshold`]) do not use them.
+    /// are then read once instead of twice. Recipes with a centre have none. Policies that count entries
+    /// ([`Policy::threshold`]) do not use them, and neither do prompts behind other tokens of their sequence, whose
+    /// log-sum-exps are over these too.
     pub log_sum_exps: Option<&'a T>,
 }
 
@@ -193,7 +194,9 @@ impl<B: Backend> ObservedParts<B> {
         if first == end {
             return Ok(());
         }
-        let log_sum_exps = queries.log_sum_exps.filter(|_| self.columns.threshold.is_none());
+        // Those of the step are over all that the sequence holds, and the keys are those of the prompt.
+        let of_prompt = self.columns.threshold.is_none() && self.start == 0;
+        let log_sum_exps = queries.log_sum_exps.filter(|_| of_prompt);
         of.layer.attention.check_measured(layer, log_sum_exps.is_some())?;
         let positions = rows.positions()[first..end].to_vec();
         let first_row = part.first_row + positions[0] as usize - (part.end - part.tokens);

@@ -338,6 +338,9 @@ impl Recipe {
         if self.centred {
             self.attention.check_centred()?;
         }
+        if self.stores.iter().any(|store| store.calibration.is_some()) {
+            self.attention.check_calibrated()?;
+        }
         let mut uncentred = self.stores.iter().map(|store| store.format).filter(|format| !format.key.takes_centre());
         match uncentred.next().filter(|_| self.centred) {
             Some(format) => Err(Error::Format { format: format.to_string(), reason: format.why_no_centre() }),

@@ -134,6 +134,21 @@ impl LayerAttention {
         self.scoring.as_ref().map_or(Ok(()), Scoring::check_centred)
     }
 
+    /// Checks that calibrated scores can be seen like this. Steps would refuse it once packed tokens lie behind the
+    /// window or under the cap, when their sequence cannot go back.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a sliding window and for a soft cap.
+    pub(crate) fn check_calibrated(&self) -> Result<()> {
+        let what = match (self.left, self.scoring.as_ref().and_then(Scoring::soft_cap)) {
+            (Some(left), _) => format!("a sliding window of {left} positions over calibrated scores"),
+            (None, Some(cap)) => format!("a soft cap of {cap} on calibrated scores"),
+            (None, None) => return Ok(()),
+        };
+        let hint = "calibration maps the scores of a whole packed span; leave it out (tau=) in such layers";
+        Err(Error::Unsupported { what, hint: hint.into() })
+    }
+
     /// Checks what does not depend on tokens.
     ///
     /// # Errors

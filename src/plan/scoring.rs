@@ -74,6 +74,13 @@ impl Scoring {
         Self { sinks: None, ..self }
     }
 
+    /// The same with sinks of −∞ in place of its own, if it has any.
+    #[must_use]
+    pub(crate) fn with_empty_sinks(self) -> Self {
+        let sinks = self.sinks.map(|sinks| sinks.iter().map(|_| f32::NEG_INFINITY).collect());
+        Self { sinks, ..self }
+    }
+
     /// Factor on `q·k`.
     pub const fn scale(&self) -> f32 {
         self.scale

@@ -118,11 +118,12 @@ where
     }
 }
 
-/// The recipe of a layer on one rank: of all parts that are merged, one has the sinks.
+/// The recipe of a layer on one rank: of all parts that are merged, one has the sinks. Those of the others are −∞, which
+/// add nothing. So whatever refuses sinks is refused by every rank, and none waits for another in vain.
 fn of_rank(recipe: &Recipe, share: RankShare) -> Recipe {
     let attention = recipe.attention().clone();
     match attention.scoring().filter(|_| share.rank() > 0).cloned() {
-        Some(scoring) => recipe.clone().with_attention(attention.with_scoring(scoring.without_sinks())),
+        Some(scoring) => recipe.clone().with_attention(attention.with_scoring(scoring.with_empty_sinks())),
         None => recipe.clone(),
     }
 }

@@ -2,7 +2,7 @@
 
 use kvpack::backend::{Backend, QueryPrecision};
 use kvpack::cache::{KvCache, ModelRecipe, Recipe};
-use kvpack::plan::{ElementType, LayerAttention, RowLayout, Scoring};
+use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Scoring};
 use kvpack::{AttentionShape, Bits, Calibration};
 use pollster::block_on;
 
@@ -66,6 +66,43 @@ pub fn check<B: Backend + Clone>(backend: &B, wanted: impl Fn(&str) -> bool) {
                 }
                 None => assert_eq!(output, expected, "{name}, head {head} beside spoilt ones"),
             }
+        }
+        if ["f16", "int8"].contains(&name.as_str()) {
+            check_states(&cache, &name);
+        }
+    }
+}
+
+/// Queries of a prompt, which have kernels of their own, and their states: those of spoilt heads weigh where parts are
+/// merged.
+fn check_states<B: Backend + Clone>(cache: &KvCache<B>, name: &str) {
+    const ROWS: usize = 64;
+    let (backend, shape) = (cache.backend(), cache.shape());
+    let mut queries: Vec<f32> = (0..ROWS * HEADS[0] * HEAD_DIM).map(|i| (i as f32 * 0.71).sin()).collect();
+    let spoilt = |row: usize, head: usize| row % 7 == 3 && SPOILT.iter().any(|(of, _)| *of == head);
+    for (row, (head, value)) in (0..ROWS).flat_map(|row| SPOILT.map(|spoilt| (row, spoilt))) {
+        if spoilt(row, head) {
+            queries[(row * HEADS[0] + head) * HEAD_DIM + 7] = value;
+        }
+    }
+    let queries = block_on(backend.upload(queries.as_slice().into())).unwrap();
+    let states = block_on(cache.attend_states(&[QueryRun::causal(0, ROWS)], &queries)).unwrap();
+    let merged = block_on(backend.merge(shape, &states, &states)).unwrap();
+    for (states, what) in [(&states, "states"), (&merged, "merged states")] {
+        let outputs = block_on(backend.download(&states.outputs)).unwrap();
+        let lse = block_on(backend.download(&states.lse)).unwrap();
+        for (at, (output, lse)) in outputs.chunks_exact(HEAD_DIM).zip(lse).enumerate() {
+            let (row, head) = (at / HEADS[0], at % HEADS[0]);
+            match spoilt(row, head) {
+                true => {
+                    assert!(output.iter().all(|x| x.is_nan()), "{name}, {what}, row {row}, head {head}: {output:?}")
+                }
+                false => assert!(lse.is_finite() && output.iter().all(|x| x.is_finite()), "{name}, {what}, row {row}"),
+            }
+            assert!(
+                !spoilt(row, head) || !lse.is_finite() && lse != f32::NEG_INFINITY,
+                "{name}, {what}, row {row}: {lse}"
+            );
         }
     }
 }

@@ -9,7 +9,7 @@ use kvpack::plan::{
     AttendPlan, Elements, IndexShape, LayerAttention, LayerWrites, Page, QueryLayout, QueryRun, Scoring, SpanView,
     StoreCapacity, StoreView, TokenWrite, TreeMask, Visible, WriteLayout, WriteTable,
 };
-use kvpack::{AttentionShape, Error, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 
 use any_backend::random_rows::Random;
 
@@ -82,6 +82,13 @@ fn scoring_that_a_layer_cannot_have_is_refused() {
     for scoring in [with_sinks(4), plain().with_soft_cap(30.0).unwrap()] {
         assert!(matches!(cache(centred(), scoring), Err(Error::Unsupported { .. })));
     }
+    // Steps would refuse these once packed tokens lie behind the window or under the cap.
+    let calibrated = || Recipe::calibquant(Bits::Two).with_calibration(Calibration::new(0.0, 3.0).unwrap());
+    assert_eq!(cache(calibrated(), with_sinks(4)), Ok(()));
+    assert!(matches!(cache(calibrated(), plain().with_soft_cap(30.0).unwrap()), Err(Error::Unsupported { .. })));
+    let windowed = calibrated().with_attention(LayerAttention::default().with_window(511));
+    let refused = KvCache::new(Cpu::new(), shape(), 1, windowed).map(drop);
+    assert!(matches!(&refused, Err(Error::Unsupported { what, .. }) if what.contains("window of 511")), "{refused:?}");
 }
 
 /// Scores are calibrated by the extremes of the first tokens of a span: all queries see those.

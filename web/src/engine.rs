@@ -123,8 +123,24 @@ impl Cache {
         packed_from: usize,
         packed_to: usize,
     ) -> JsResult<()> {
-        let shape = *self.0.shape();
-        let tokens = keys.tensor.elements() / (shape.kv_heads() * shape.head_dim());
+        let (shape, held) = (*self.0.shape(), self.tokens(sequence)?);
+        let (of_keys, of_values) = (keys.tensor.elements(), values.tensor.elements());
+        let of_token = shape.kv_heads() * shape.head_dim();
+        let tokens = of_keys / of_token;
+        let refuse = |reason: String| Err(thrown(Error::Plan { what: "prompt", reason }));
+        if held > 0 {
+            return refuse(format!("sequence {sequence} holds {held} tokens; store a prompt in an empty one"));
+        }
+        if of_keys % of_token != 0 || of_values != of_keys {
+            return refuse(format!(
+                "keys have {of_keys} elements and values {of_values}; both need {of_token} a token"
+            ));
+        }
+        if packed_to > tokens || packed_from > packed_to {
+            return refuse(format!(
+                "tokens {packed_from} .. {packed_to} of {tokens} cannot be packed; name a part of them"
+            ));
+        }
         let range = |from: usize, to: usize| TokenRange::new(from, to).map_err(thrown);
         let mut prompt = Vec::new();
         if packed_from > 0 {

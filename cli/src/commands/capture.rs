@@ -57,6 +57,12 @@ pub fn run(args: &CaptureArgs) -> Result<Outcome> {
         bail!("{} has {} tokens, {needed} are needed (--tokens and --queries)", text.name, tokens.len());
     }
     model.check_context(needed)?;
+    if let Some((layer, left)) = model.config.first_local(layers.iter().copied(), needed) {
+        bail!(
+            "layer {layer} sees {left} positions before a query's own, and a dump says that all are seen: name other \
+             layers (--layers), or fewer tokens (--tokens and --queries)"
+        );
+    }
     files::check_apart(&args.output, [args.model.as_path()].into_iter().chain(args.text.as_deref()))?;
     let mut output = Replacement::new(&args.output)?;
 

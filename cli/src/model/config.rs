@@ -151,6 +151,13 @@ impl Config {
         }
     }
 
+    /// The first of some layers whose queries see fewer than `tokens` tokens, with the positions before their own that
+    /// they see.
+    pub fn first_local(&self, layers: impl IntoIterator<Item = usize>, tokens: usize) -> Option<(usize, usize)> {
+        let of = |layer| Some((layer, self.layer_attention(layer).window()?));
+        layers.into_iter().filter_map(of).find(|&(_, left)| left + 1 < tokens)
+    }
+
     /// The layers of a cache for the model.
     ///
     /// # Errors

@@ -105,13 +105,21 @@ impl<B: Backend + Clone> PackedAttention<B> {
         Ok(selection)
     }
 
-    /// Stores a prompt that was read, all of it packed as one span.
+    /// Stores a prompt that was read: the recipe's sink in f16, all else packed as one span. A residual window has only
+    /// tokens that come later.
     ///
     /// # Errors
     /// Those of the device or the cache.
     pub fn store(&mut self, prompt: &DensePrompt) -> Result<()> {
-        let all = PromptSpan::packed(TokenRange::new(0, prompt.tokens())?);
-        block_on(self.store_spans(prompt, &[all]))
+        let (tokens, sink) = (prompt.tokens(), self.cache.recipe(0)?.sink());
+        let mut spans = Vec::with_capacity(2);
+        if sink.min(tokens) > 0 {
+            spans.push(PromptSpan::f16(TokenRange::new(0, sink.min(tokens))?));
+        }
+        if sink < tokens {
+            spans.push(PromptSpan::packed(TokenRange::new(sink, tokens)?));
+        }
+        block_on(self.store_spans(prompt, &spans))
     }
 
     /// Stores a prompt that was read, its context in chunks.

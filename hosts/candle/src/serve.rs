@@ -70,6 +70,7 @@ impl ServeArgs {
             recipe.policy().is_none(),
             "recipe '{recipe}' chooses tokens of whole prompts; prompts are served in parts"
         );
+        recipe.plain()?;
         let model = weights::in_codes(rig, Model::load(&self.model)?, self.weights)?;
         let model = rig.on_device(model, rig.dtype())?;
         let (backend, layers) = (rig.backend(), model.config.cache_layers(&recipe)?);

@@ -1,8 +1,9 @@
 //! What a rank's cache cannot do, and says.
 
-use kvpack::cache::{DenseLayer, ModelCache, PromptSpan, Recipe, TokenRun};
+use kvpack::backend::TensorRows;
+use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, PromptSpan, Recipe, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{RowLayout, TokenRange};
+use kvpack::plan::{ElementType, LayerAttention, RowLayout, Scoring, TokenRange};
 use kvpack::policy::{LayerSelection, Policy, Selection, Spans};
 use kvpack::ranks::{ContextParallel, HeadParallel, Placement, ThreadTransport};
 use kvpack::{AttentionShape, Bits, Calibration, Error};
@@ -103,12 +104,47 @@ fn ranks_of_other_placements_do_not_begin() {
     assert!(matches!(&refused[1], Err(Error::Plan { what: "cache", .. })), "{refused:?}");
 }
 
+/// Where policies cannot measure a layer, every rank says so, and none waits for another.
+#[test]
+fn what_statistics_lack_is_refused_by_all_ranks() {
+    let scoring = Scoring::of(&shape());
+    let scorings = [scoring.clone().with_sinks(&[0.5; 4]).unwrap(), scoring.with_soft_cap(30.0).unwrap()];
+    for scoring in scorings {
+        let recipe = Recipe::f16().with_attention(LayerAttention::default().with_scoring(scoring));
+        let told = on_ranks(2, LONG, |transport| {
+            block_on(async {
+                let placement = Placement::new(2)?;
+                let mut ranks = ContextParallel::new(transport, &[(shape(), recipe.clone())], 1, placement).await?;
+                let mut prompt = ranks.observe(Policy::h2o(0.5)?, Spans::new(10, &[])?)?;
+                let tensor = |heads: usize| CpuTensor::F32(vec![0.1; 10 * heads * 64]);
+                let dense =
+                    DenseLayer { rows: RowLayout::token_major(10, &shape()), keys: tensor(2), values: tensor(2) };
+                let of_queries = RowLayout::token_major(10, &AttentionShape::new(4, 4, 64)?);
+                let queries = TensorRows { tensor: &tensor(4), layout: of_queries };
+                let queries = MeasuredQueries { queries, known_lse: None };
+                let refused = ranks.observe_layer(&mut prompt, 0, dense, Some(queries)).await;
+                // The ranks are still in step.
+                let runs = [TokenRun::decode(0)];
+                ranks.reserve_for_append(&runs).await?;
+                ranks.begin_append(&runs)?;
+                let row = CpuTensor::F32(vec![0.5; 128]);
+                ranks.store(0, RowLayout::token_major(1, &shape()), &row, &row).await?;
+                ranks.attend(0, &CpuTensor::F32(vec![0.5; 256]), ElementType::F32).await?;
+                ranks.commit().map(|()| refused)
+            })
+        });
+        for told in told {
+            assert!(matches!(told, Ok(Err(Error::Unsupported { .. }))), "{told:?}");
+        }
+    }
+}
+
 /// KV heads by rank: the outputs of all ranks together are those of the layer.
 #[test]
 fn heads_by_rank_need_no_exchange() {
     use any_backend::random_rows::Random;
     use kvpack::backend::Device;
-    use kvpack::plan::{ElementType, QueryLayout};
+    use kvpack::plan::QueryLayout;
     let whole = AttentionShape::new(8, 4, 64).unwrap();
     let mut random = Random::new(5);
     let mut rows = |n: usize| -> Vec<f32> { (0..n).map(|_| random.normal()).collect() };

@@ -169,6 +169,12 @@ impl Scheme {
     }
 
     fn compressed_tensors(configuration: &Value) -> Result<Self> {
+        let transforms = &configuration["transform_config"];
+        if !(transforms.is_null() || transforms.as_object().is_some_and(serde_json::Map::is_empty)) {
+            let reason =
+                "weights that are multiplied with rotated activations cannot be read; quantise without transforms";
+            return Err(wrong("transform_config", reason));
+        }
         let groups = configuration["config_groups"].as_object().filter(|groups| !groups.is_empty());
         let groups = groups.ok_or_else(|| wrong("config_groups", "it must be an object with one entry or more"))?;
         let default = text(configuration, "format")?;

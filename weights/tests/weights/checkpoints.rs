@@ -199,8 +199,13 @@ fn configurations_are_understood_or_refused() {
     assert_eq!(parsed(compressed("pack-quantized", &weights)).unwrap(), wanted);
     let mut other = compressed("pack-quantized", &weights);
     other["config_groups"]["group_1"] = json!({"weights": {"num_bits": 8, "strategy": "channel"}});
+    let mut rotated = compressed("pack-quantized", &weights);
+    rotated["transform_config"] = json!({});
+    assert_eq!(parsed(rotated.clone()).unwrap(), wanted);
+    rotated["transform_config"] = json!({"config_groups": {"u": {"type": "hadamard"}}});
     for (refused, why) in [
         (other, "config_groups"),
+        (rotated, "transform_config"),
         (compressed("int-quantized", &weights), "format"),
         (compressed("pack-quantized", &json!({"num_bits": 4, "type": "float", "strategy": "channel"})), "type"),
         (compressed("pack-quantized", &json!({"num_bits": 4, "strategy": "block"})), "strategy"),

@@ -64,6 +64,14 @@ pub fn run(
     let longest = documents.iter().flat_map(|document| [&document.quote, &document.passkey]);
     let longest = longest.map(|question| question.tokens.len() + question.answer.len()).max();
     model.check_context(args.document_tokens + longest.unwrap_or(0))?;
+    if let Some((layer, left)) = model.config.first_local(0..model.config.layers, args.document_tokens) {
+        bail!(
+            "--document-tokens {}: layer {layer} sees {left} positions before a query's own, and what is kept of a \
+             document is compared with attention to all of it; take at most {} tokens",
+            args.document_tokens,
+            left + 1
+        );
+    }
     let cuts = match recipes.iter().any(|recipe| recipe.mixture().is_some()) {
         true => Cut::open(
             if args.rank_by.is_empty() { &[RankBy::Bm25] } else { &args.rank_by },

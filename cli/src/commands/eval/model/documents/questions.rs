@@ -39,16 +39,18 @@ pub fn cut(model: &Model, text: &[u32], count: usize, length: usize) -> Result<V
         bail!("--documents {count}: the text has {} tokens, and each document needs some", text.len());
     }
     let encode = |text: &str| model.tokenizer.encode(text);
+    // Models that know texts with a first token of its own attend to it.
+    let begin = model.tokenizer.encode_text("")?;
     let mut documents = Vec::with_capacity(count);
     for index in 0..count {
         let key = (58_213 + index * 32_452_843) % 90_000 + 10_000;
         let needle = encode(&format!("\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n"))?;
-        let hay = length.saturating_sub(needle.len());
+        let hay = length.saturating_sub(needle.len() + begin.len());
         let stride = text.len() / count;
         if hay < 4 * (CUE + QUOTED) || hay > stride {
             bail!(
                 "--documents {count} of {length} tokens each: documents have at least {} tokens, and the text has {}",
-                4 * (CUE + QUOTED) + needle.len(),
+                4 * (CUE + QUOTED) + needle.len() + begin.len(),
                 text.len()
             );
         }
@@ -60,7 +62,7 @@ pub fn cut(model: &Model, text: &[u32], count: usize, length: usize) -> Result<V
         let ask = encode("\n\nOnce more, word for word, as it is written above: ")?;
         let question = encode("\n\nWhat is the pass key? The pass key is ")?;
         documents.push(Document {
-            tokens: [&part[..hidden], &needle, &part[hidden..]].concat(),
+            tokens: [&begin, &part[..hidden], &needle, &part[hidden..]].concat(),
             quote: Question {
                 name: "quote",
                 tokens: [ask.as_slice(), cue].concat(),
