@@ -81,9 +81,11 @@ fn merge_states(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
         let divisor = max(all.weight_sum, 1f);
         write_output((group.x * QUERY_HEADS + head) * FIELDS + field, all.sum / divisor);
         if (field == 0u) {
-            // The bits of −∞, where the sum of weights is 0.
+            // The bits of −∞, where the sum of weights is 0. A sum that is NaN stays, so that it weighs where parts are
+            // merged; the divisor may be 1 then.
             let nothing = bitcast<f32>(0xff800000u | bitcast<u32>(all.weight_sum));
-            write_row_lse(group.x * QUERY_HEADS + head, select(all.largest + log(divisor), nothing, all.weight_sum == 0f));
+            let of_row = select(all.largest + log(all.weight_sum), nothing, all.weight_sum == 0f);
+            write_row_lse(group.x * QUERY_HEADS + head, of_row);
         }
     }
 }
