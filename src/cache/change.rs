@@ -1,5 +1,7 @@
 //! An open transaction on the page tables: its device writes, and the undo log that rolls it back.
 
+use std::ops::Range;
+
 use super::room::Lease;
 use super::sequence::Span;
 use super::step::CentreWrite;
@@ -39,6 +41,7 @@ pub(super) struct Undo<I> {
     pub(super) spans: Vec<Span<I>>,
     pub(super) length: usize,
     pub(super) released: usize,
+    pub(super) elsewhere: Vec<Range<usize>>,
 }
 
 impl<I> Change<I> {

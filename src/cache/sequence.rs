@@ -122,14 +122,18 @@ impl<I: TokenIndices> Span<I> {
                 if *base >= length {
                     return Ok(Left::Nothing);
                 }
-                let reason = format!(
-                    "a cut at {length} goes through a span that was gathered from positions {base} to {end}; cut before or \
-                     after them"
-                );
-                Err(Error::Plan { what: "truncation", reason })
+                Err(cuts_gathered(length, *base..end))
             }
         }
     }
+}
+
+/// A cut goes through positions from which tokens were gathered.
+fn cuts_gathered(length: usize, Range { start, end }: Range<usize>) -> Error {
+    let reason = format!(
+        "a cut at {length} goes through a span that was gathered from positions {start} to {end}; cut before or after them"
+    );
+    Error::Plan { what: "truncation", reason }
 }
 
 /// The spans of a sequence.
@@ -142,13 +146,17 @@ pub(super) struct Sequence<I> {
     pub(super) centre: Option<usize>,
     /// Positions before this one were released behind a sliding window.
     pub(super) released: usize,
+    /// Positions from which other ranks gathered tokens, and this one none. What their spans refuse is refused here too,
+    /// so that ranks stay alike.
+    pub(super) elsewhere: Vec<Range<usize>>,
 }
 
 impl<I: Clone> Sequence<I> {
     /// The same sequence in some of the layers that share it.
     pub(super) fn in_layers(&self, layers: Range<usize>) -> Self {
         let spans = self.spans.iter().map(|span| span.in_layers(layers.clone())).collect();
-        Self { spans, length: self.length, centre: self.centre, released: self.released }
+        let elsewhere = self.elsewhere.clone();
+        Self { spans, length: self.length, centre: self.centre, released: self.released, elsewhere }
     }
 }
 
@@ -158,6 +166,7 @@ impl<I: TokenIndices + Clone> Sequence<I> {
         let of = |sequence: &Self| (sequence.length, sequence.released, sequence.centre.is_some());
         let both = self.spans.iter().zip(&other.spans);
         of(self) == of(other)
+            && self.elsewhere == other.elsewhere
             && self.spans.len() == other.spans.len()
             && both.into_iter().all(|(one, other)| one.is_like(other))
     }
@@ -188,7 +197,7 @@ impl<I: TokenIndices + Clone> Sequence<I> {
 
 impl<I> Default for Sequence<I> {
     fn default() -> Self {
-        Self { spans: Vec::new(), length: 0, centre: None, released: 0 }
+        Self { spans: Vec::new(), length: 0, centre: None, released: 0, elsewhere: Vec::new() }
     }
 }
 
@@ -369,7 +378,11 @@ impl<I: TokenIndices> Sequence<I> {
     /// # Errors
     /// [`Error::Plan`].
     pub(super) fn check_cut(&self, length: usize) -> Result<()> {
-        self.spans.iter().try_for_each(|span| span.left(length).map(drop))
+        self.spans.iter().try_for_each(|span| span.left(length).map(drop))?;
+        match self.elsewhere.iter().find(|of| of.start < length && length < of.end) {
+            Some(of) => Err(cuts_gathered(length, of.clone())),
+            None => Ok(()),
+        }
     }
 
     /// Truncates to `length` and returns the leases that became free.
@@ -377,6 +390,7 @@ impl<I: TokenIndices> Sequence<I> {
     /// # Errors
     /// [`Error::Plan`] when the cut goes through a gathered span. On an error nothing has changed.
     pub(super) fn truncate(&mut self, length: usize) -> Result<Vec<(StoreId, Lease)>> {
+        self.check_cut(length)?;
         let left = self.spans.iter().map(|span| span.left(length)).collect::<Result<Vec<_>>>()?;
         let mut freed = Vec::new();
         let spans = std::mem::take(&mut self.spans);
@@ -397,6 +411,8 @@ impl<I: TokenIndices> Sequence<I> {
         }
         self.length = self.length.min(length);
         self.released = self.released.min(self.length);
+        let length = self.length;
+        self.elsewhere.retain(|of| of.end <= length);
         Ok(freed)
     }
 

@@ -73,7 +73,8 @@ impl<B: Backend> ModelCache<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DeviceLost`]; [`Error::OutOfMemory`] when the host has no room for them.
+    /// [`Error::Unsupported`] on a rank that holds none of the tokens that others gathered; [`Error::DeviceLost`];
+    /// [`Error::OutOfMemory`] when the host has no room for them.
     pub async fn swapped_to_bytes(&self, swapped: &SwappedSequence<B::Indices>) -> Result<Vec<u8>> {
         to_bytes(self.backend(), swapped).await
     }
@@ -109,6 +110,12 @@ impl<B: Backend> KvCache<B> {
 // --- writing ---------------------------------------------------------------------------------------------------------
 
 async fn to_bytes<B: Backend>(backend: &B, swapped: &SwappedSequence<B::Indices>) -> Result<Vec<u8>> {
+    if swapped.groups.iter().any(|group| !group.sequence.elsewhere.is_empty()) {
+        // A rank that read them would take cuts that the others refuse.
+        let what = "bytes of a sequence of which other ranks gathered tokens, and this one none".into();
+        let hint = "keep it swapped out, or clear it on all ranks and compute the prompt again".into();
+        return Err(Error::Unsupported { what, hint });
+    }
     let mut out = Writer(reserved("bytes of a sequence", swapped.bytes().saturating_add(4096))?);
     out.0.extend(MAGIC);
     out.u32(VERSION);
@@ -373,7 +380,8 @@ impl<'a> Reader<'a> {
             spans.push(self.span(group, length, layers).await?);
         }
         // The slot is another one where the sequence enters.
-        Ok(Sequence { spans, length, centre: centre.then_some(0), released })
+        let elsewhere = Vec::new();
+        Ok(Sequence { spans, length, centre: centre.then_some(0), released, elsewhere })
     }
 
     async fn span<B: Backend>(

@@ -1,5 +1,7 @@
 //! Runs of queries, and where they lie in a plan.
 
+use std::ops::Range;
+
 use super::attend::{PlannedSpan, SpanView, StoreView};
 use super::visible::{Advance, RowLimits, Seen, Stand, Visible};
 use super::{limit, reject};
@@ -114,6 +116,14 @@ impl PlannedRun {
             let reason = format!("{} tokens cannot be gathered from positions {start} to {end}", span.tokens);
             return reject("span", reason);
         }
+        self.check_sees(start..end)
+    }
+
+    /// Checks that every query sees all of some positions, or none.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub(crate) fn check_sees(&self, Range { start, end }: Range<usize>) -> Result<()> {
         let is_exact = |limits: RowLimits| sees_whole(limits, start, end) || sees_none(limits, start, end);
         match (0..self.run.queries).map(|query| self.limits(query)).find(|&limits| !is_exact(limits)) {
             None => Ok(()),

@@ -282,7 +282,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
             let sequence = &mut self.sequences[undo.sequence];
             sequence.spans.truncate(undo.first);
             sequence.spans.extend(undo.spans);
-            (sequence.length, sequence.released) = (undo.length, undo.released);
+            (sequence.length, sequence.released, sequence.elsewhere) = (undo.length, undo.released, undo.elsewhere);
         }
         for &sequence in &change.grown {
             self.sequences[sequence].pop_token();
@@ -376,7 +376,8 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         self.changes[sequence] += 1;
         let of = &self.sequences[sequence];
         let spans = of.spans[first..].to_vec();
-        change.undo.push(Undo { sequence, first, spans, length: of.length, released: of.released });
+        let (length, released, elsewhere) = (of.length, of.released, of.elsewhere.clone());
+        change.undo.push(Undo { sequence, first, spans, length, released, elsewhere });
     }
 
     /// The first span that appending to a sequence changes.

@@ -50,6 +50,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         self.begin_centre(&mut change, sequence, 0, tokens)?;
         self.push_spans(&mut change, sequence, base, spans)?;
         self.sequences[sequence].length = base + tokens;
+        self.note_elsewhere(sequence, base, spans);
         Ok(change)
     }
 
@@ -69,7 +70,17 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let replaced = std::mem::take(&mut self.sequences[sequence].spans);
         change.freed.extend(replaced.into_iter().map(|span| (span.store, span.lease)));
         self.push_spans(&mut change, sequence, 0, spans)?;
+        self.sequences[sequence].elsewhere.clear();
+        self.note_elsewhere(sequence, 0, spans);
         Ok(change)
+    }
+
+    /// Notes that other ranks may have gathered tokens from the positions that begin at `base`, where this one has none.
+    fn note_elsewhere(&mut self, sequence: usize, base: usize, spans: &[PromptSpan<'_, I>]) {
+        let of = &mut self.sequences[sequence];
+        if self.share.is_some() && spans.is_empty() && base < of.length {
+            of.elsewhere.push(base..of.length);
+        }
     }
 
     /// Adds spans whose positions count from `base` to a sequence. There is room for them.

@@ -55,13 +55,16 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         Err(Error::Plan { what: "truncation", reason })
     }
 
-    /// Checks that a plan sees nothing that was released behind a sliding window.
+    /// Checks that a plan sees nothing that was released behind a sliding window, and all or nothing of what other ranks
+    /// gathered.
     ///
     /// # Errors
-    /// [`Error::Plan`].
+    /// [`Error::Plan`], [`Error::Unsupported`].
     pub(in crate::cache) fn check_seen(&self, plan: &AttendPlan) -> Result<()> {
         for planned in plan.runs() {
-            let released = self.sequence(planned.run.sequence)?.released;
+            let of = self.sequence(planned.run.sequence)?;
+            of.elsewhere.iter().try_for_each(|gathered| planned.check_sees(gathered.clone()))?;
+            let released = of.released;
             if released == 0 {
                 continue;
             }

@@ -3,7 +3,7 @@
 use kvpack::backend::TensorRows;
 use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, PromptSpan, Recipe, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{ElementType, LayerAttention, RowLayout, Scoring, TokenRange};
+use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Scoring, TokenRange};
 use kvpack::policy::{LayerSelection, Policy, Selection, Spans};
 use kvpack::ranks::{ContextParallel, HeadParallel, Placement, ThreadTransport};
 use kvpack::{AttentionShape, Bits, Calibration, Error};
@@ -139,6 +139,41 @@ fn what_statistics_lack_is_refused_by_all_ranks() {
     }
 }
 
+/// Ranks that hold none of the tokens that others gathered refuse what these refuse: cuts and queries among them.
+#[test]
+fn ranks_without_a_kept_token_stay_alike() {
+    let told = on_ranks(2, LONG, |transport| {
+        block_on(async {
+            let layers = [(shape(), Recipe::f16())];
+            let mut ranks = ContextParallel::new(transport, &layers, 2, Placement::new(2)?).await?;
+            let tensor = || CpuTensor::F32((0..200 * 128).map(|i| (i as f32 * 0.3).sin()).collect());
+            let dense = DenseLayer { rows: RowLayout::token_major(200, &shape()), keys: tensor(), values: tensor() };
+            let kept = || (20..80).collect::<Vec<u32>>();
+            let selection = Selection::new(vec![LayerSelection::new(200, vec![kept(), kept()])?])?;
+            ranks.keep(0, vec![dense], &selection).await?;
+            let held = ranks.cache().tokens(0, 0)?;
+            ranks.fork(0, 1)?;
+            let cut = [0, 1].map(|sequence| ranks.truncate(sequence, 150));
+            let earlier = ranks.begin_attend(&[QueryRun { end: Some(150), ..QueryRun::causal(1, 1) }]);
+            // All of it, on both.
+            ranks.begin_attend(&[QueryRun::decode(1)])?;
+            ranks.attend(0, &CpuTensor::F32(vec![0.5; 256]), ElementType::F32).await?;
+            ranks.commit()?;
+            ranks.truncate(1, 200)?;
+            let begun = ranks.begin_attend(&[QueryRun { end: Some(200), ..QueryRun::causal(1, 1) }]);
+            ranks.abandon();
+            ranks.truncate(0, 0)?;
+            Ok::<_, Error>((held, cut, earlier, begun, ranks.cache().length(0)?))
+        })
+    });
+    for (rank, told) in told.into_iter().enumerate() {
+        let (held, cut, earlier, begun, length) = told.unwrap();
+        assert_eq!((held, length, begun), ([60, 0][rank], 0, Ok(())), "rank {rank}");
+        assert!(cut.iter().all(|cut| matches!(cut, Err(Error::Plan { .. }))), "rank {rank}: {cut:?}");
+        assert!(matches!(earlier, Err(Error::Unsupported { .. })), "rank {rank}: {earlier:?}");
+    }
+}
+
 /// KV heads by rank: the outputs of all ranks together are those of the layer.
 #[test]
 fn heads_by_rank_need_no_exchange() {
@@ -158,7 +193,7 @@ fn heads_by_rank_need_no_exchange() {
         let [keys, values] = [keys, values].map(|x| block_on(Cpu::new().upload(x.into())).unwrap());
         block_on(cache.store(0, layout, &keys, &values)).unwrap();
         cache.commit().unwrap();
-        cache.begin_attend(&[kvpack::plan::QueryRun::causal(0, 2)]).unwrap();
+        cache.begin_attend(&[QueryRun::causal(0, 2)]).unwrap();
         block_on(cache.attend(0, queries, ElementType::F32)).unwrap()
     };
     let layout = RowLayout::token_major(tokens, &whole);
