@@ -95,15 +95,15 @@
 //! # Errors
 //!
 //! Every call returns the same [`Error`] type. Shapes, lengths and limits are reported before anything changes. A call
-//! that fails leaves the tokens of a cache unchanged. Messages say what was given, what is allowed and what to do.
+//! that fails leaves the tokens of a cache unchanged. A message names what was given, what is allowed and what to do.
 //!
 //! Keys and values must be finite and no larger than [their format
 //! allows](format::TensorFormat::largest_element): ±65504 in f16, ±32752 in codes, and less in rotated rows.
 //! [`KvCache::prefill`] and [`ModelCache::store_prompt`](cache::ModelCache::store_prompt) refuse other elements.
 //! Appended tokens are not checked. A wrong element is stored as zero, and [`KvCache::non_finite`] reports its token.
 //!
-//! Queries are not checked, since that would make every step wait, and NaN propagates. The outputs of a query head that holds a
-//! NaN or an infinity are NaN on every backend; the outputs of other heads are unaffected.
+//! Queries are not checked, since that would make every step wait, and NaN propagates. The outputs of a query head that
+//! holds a NaN or an infinity are NaN on every backend; the outputs of other heads are unaffected.
 
 // docs.rs shows the feature that an item needs; only nightly compilers can.
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -14,9 +14,11 @@ fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 //                                        the window
 //
 // Scores and cap are in units of log2. NaN and infinities stay what they are, so that the outputs of their query head
-// are NaN. The bits of an item lie behind the pages in the page table, four words for
-// every tile, the lowest bit of a word first: token r + 32 · i of a tile is bit r of word i, that of lane r. Of an item
-// in which a window begins, the first `scores` tokens are hidden. Every masked item has a token that its one query sees.
+// are NaN.
+//
+// The bits of an item lie behind the pages in the page table, four words for every tile, the lowest bit of a word
+// first: token r + 32 · i of a tile is bit r of word i, that of lane r. Of an item in which a window begins, the first
+// `scores` tokens are hidden. Every masked item has a token that its one query sees.
 //
 // In bounds: the index of the bits is clamped to the last four words of the table, which has as many where items are
 // masked; `exp2` takes at most 2 · 10 · LOG2_E, and the divisor is above 1.

@@ -81,9 +81,9 @@ pub trait Storage: Device {
     /// are zeroed. The store is not changed.
     ///
     /// # Errors
-    /// [`Plan`](crate::Error::Plan) when the store has no shard, [`Limit`](crate::Error::Limit) when its newest shard
-    /// has as many pages or a shard cannot have them, [`NotSubmitted`](crate::Error::NotSubmitted),
-    /// [`OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Plan`](crate::Error::Plan) when the store has no shard or its newest shard has as many pages,
+    /// [`Limit`](crate::Error::Limit) when a shard cannot have as many, [`NotSubmitted`](crate::Error::NotSubmitted),
+    /// [`Unsupported`](crate::Error::Unsupported) in a browser, [`OutOfMemory`](crate::Error::OutOfMemory).
     fn larger_shard(&self, store: &Self::Store, pages: u32) -> impl Future<Output = Result<Self::Shard>>;
 
     /// Puts such a shard in the place of the newest one. What was written to the store in between is lost.

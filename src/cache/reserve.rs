@@ -146,7 +146,8 @@ async fn grow<B: Backend>(groups: &mut [LayerGroup<B>], growth: &[GroupGrowth], 
 }
 
 /// Larger shards for the stores of every group that grow by one, next to those that they are to replace. None where the
-/// budget or the device has no room for both, or steps are not submitted: then shards are added, which need less.
+/// budget or the device has no room for both, or steps are not submitted: then shards are added, which need less. What
+/// else fails, such as a lost device, fails there again.
 async fn larger_shards<B: Backend>(
     groups: &mut [LayerGroup<B>],
     growth: &[GroupGrowth],

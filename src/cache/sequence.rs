@@ -390,7 +390,6 @@ impl<I: TokenIndices> Sequence<I> {
     /// # Errors
     /// [`Error::Plan`] when the cut goes through a gathered span. On an error nothing has changed.
     pub(super) fn truncate(&mut self, length: usize) -> Result<Vec<(StoreId, Lease)>> {
-        self.check_cut(length)?;
         let left = self.spans.iter().map(|span| span.left(length)).collect::<Result<Vec<_>>>()?;
         let mut freed = Vec::new();
         let spans = std::mem::take(&mut self.spans);

@@ -104,7 +104,7 @@ impl LayerAttention {
     }
 
     /// Factor on `q·k` in a layer of this shape.
-    pub(crate) fn scale(&self, shape: &AttentionShape) -> f32 {
+    pub fn scale(&self, shape: &AttentionShape) -> f32 {
         self.scoring.as_ref().map_or_else(|| Scoring::of(shape).scale(), Scoring::scale)
     }
 

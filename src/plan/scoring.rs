@@ -40,7 +40,7 @@ impl Scoring {
     /// The same with another factor on `q·k`.
     ///
     /// # Errors
-    /// [`Error::Plan`] unless the factor is above 0 and [small enough](Scoring::LARGEST).
+    /// [`Error::Plan`] unless the factor lies between the least normal number and [`Scoring::LARGEST`].
     pub fn with_scale(self, scale: f32) -> Result<Self> {
         positive("softmax scale", scale)?;
         Ok(Self { scale, ..self })
@@ -49,7 +49,7 @@ impl Scoring {
     /// The same with scores that stay within ±`cap`. Scores that are not finite stay what they are.
     ///
     /// # Errors
-    /// [`Error::Plan`] unless the cap is above 0 and [small enough](Scoring::LARGEST).
+    /// [`Error::Plan`] unless the cap lies between the least normal number and [`Scoring::LARGEST`].
     pub fn with_soft_cap(self, cap: f32) -> Result<Self> {
         positive("soft cap", cap)?;
         Ok(Self { soft_cap: Some(cap), ..self })

@@ -22,7 +22,7 @@ pub fn recipe(times: f32) -> Recipe {
     Recipe::f16().with_attention(LayerAttention::default().with_scoring(scoring.with_scale(scale).unwrap()))
 }
 
-/// A prompt whose queries are so many times as large.
+/// A prompt with its queries multiplied by `times`.
 fn prompt(times: f32, tokens: usize, seed: u64) -> Prompt {
     let mut prompt = Prompt::new(shape(), LAYERS, tokens, seed);
     prompt.queries.iter_mut().flatten().for_each(|element| *element *= times);

@@ -115,16 +115,21 @@ fn all_layers_get_larger_shards_or_none() {
         }
         assert!(held(&cache, 1, 0) == tokens, "{larger} larger shards and {added} more");
     }
-    // Larger shards of one store are dropped where another store gets none.
-    let device = Short { cpu: Cpu::new(), larger: Rc::new(Cell::new(100)), added: Rc::new(Cell::new(100)) };
+    // The f16 store gets larger shards, the packed one cannot: a shard holds four pages of it. They go where it gets none.
+    let page = SegmentFormat::F16.page_bytes(&shape()) as u64 / 2;
+    let device = Short {
+        cpu: Cpu::new().with_max_shard_bytes(4 * page),
+        larger: Rc::new(Cell::new(100)),
+        added: Rc::new(Cell::new(100)),
+    };
+    let most = device.cpu.max_shard_pages(&shape(), &SegmentFormat::saw_int4()) as usize;
     let mut cache = of_four(&Forwarding(device.clone()));
-    block_on(cache.reserve(&[room(5), room(0)])).unwrap();
-    let most = Cpu::new().with_max_shard_bytes(1 << 30).max_shard_pages(&shape(), &SegmentFormat::saw_int4());
     let before = cache.memory();
+    device.larger.set(LAYERS);
     device.added.set(0);
-    let refused = block_on(cache.reserve(&[room(6), room(4 + most as usize)]));
-    assert!(refused.is_err(), "no shard can have so many pages");
-    assert_eq!((cache.memory(), shards(&mut cache)), (before, vec![4, 4]));
+    let refused = block_on(cache.reserve(&[room(5), room(4 + most)]));
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+    assert_eq!((device.larger.get(), cache.memory(), shards(&mut cache)), (0, before, vec![4, 4]));
 }
 
 /// A future that is dropped at any point changes nothing, and the next call ends.

@@ -207,7 +207,7 @@ fn steps_write_the_shard_that_they_were_encoded_for() {
     for reserved in [3, 4] {
         block_on(engine.cache.reserve(&[StoreRoom { pages: reserved, spans: 0 }])).unwrap();
         assert_eq!(shards(&mut engine.cache), [most + 1], "a larger shard");
-        // Bound to the shard that was replaced, and bound anew.
+        // What was bound to the replaced shard must not serve this step.
         let step = engine.encode(&[TokenRun::chunk(0, 4), TokenRun::decode(1), TokenRun::decode(2)]);
         engine.submit(step);
     }

@@ -10,7 +10,7 @@ use kvpack::cache::{
     CacheMemory, ChunkStores, DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, ObservedPrompt, PromptSpan,
     TokenRun,
 };
-use kvpack::plan::{ElementType, RowLayout, Scoring, TokenRange};
+use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use kvpack::policy::{
     ColumnRequest, HeadAggregation, Policy, QueryPositions, RowStatsSource, Selection, Spans, StatsRequest,
 };
@@ -87,8 +87,7 @@ impl<B: Backend + Clone> PackedAttention<B> {
         let keys = TensorRows { tensor: &dense.keys, layout: dense.rows };
         let columns = ColumnRequest { aggregation: HeadAggregation::Mean, threshold: None };
         let request = StatsRequest { columns, rows: RowStatsSource::Measured };
-        let scoring = self.cache.recipe(layer)?.attention().scoring();
-        let scale = scoring.map_or_else(|| Scoring::of(&shape).scale(), Scoring::scale);
+        let scale = self.cache.recipe(layer)?.attention().scale(&shape);
         let input = QueriesAndKeys { shape, scale, rows, queries, keys };
         let measured = backend.measure_attention(input, request, None)?;
         Ok(backend.download(&measured.column_sums).await?)
@@ -105,8 +104,8 @@ impl<B: Backend + Clone> PackedAttention<B> {
         Ok(selection)
     }
 
-    /// Stores a prompt that was read: the recipe's sink in f16, all else packed as one span. A residual window has only
-    /// tokens that come later.
+    /// Stores a prompt that was read: the recipe's sink in f16, all else packed as one span. The residual window takes
+    /// none of it, only tokens that are appended later.
     ///
     /// # Errors
     /// Those of the device or the cache.

@@ -51,9 +51,9 @@ impl WrittenStep<'_> {
     }
 
     /// Launches the writes of a layer and, right behind them, its attention, by its place among the layers of the step.
-    /// Does not wait. It allocates as [`WrittenStep::launch_store`] does. Keys, values and queries must be complete before: attention may overlap with the
-    /// storing kernels, which saves up to a few microseconds compared with [`WrittenStep::launch_store`] and
-    /// [`WrittenStep::launch_attend`].
+    /// Does not wait. It allocates as [`WrittenStep::launch_store`] does. Keys, values and queries must be complete
+    /// before: attention may overlap with the storing kernels, which saves up to a few microseconds compared with
+    /// [`WrittenStep::launch_store`] and [`WrittenStep::launch_attend`].
     ///
     /// # Errors
     /// As [`WrittenStep::launch_store`].

@@ -63,13 +63,14 @@ pub fn run(
     let documents = questions::cut(&model, &tokens, count, args.document_tokens)?;
     let longest = documents.iter().flat_map(|document| [&document.quote, &document.passkey]);
     let longest = longest.map(|question| question.tokens.len() + question.answer.len()).max();
-    model.check_context(args.document_tokens + longest.unwrap_or(0))?;
-    if let Some((layer, left)) = model.config.first_local(0..model.config.layers, args.document_tokens) {
+    let asked = longest.unwrap_or(0);
+    model.check_context(args.document_tokens + asked)?;
+    if let Some((layer, left)) = model.config.first_local(0..model.config.layers, args.document_tokens + asked) {
         bail!(
-            "--document-tokens {}: layer {layer} sees {left} positions before a query's own, and what is kept of a \
-             document is compared with attention to all of it; take at most {} tokens",
+            "--document-tokens {}: layer {layer} sees {left} positions before a query's own, and answers are compared \
+             with attention to all of a document; with {asked} tokens of a question and its answer, take at most {}",
             args.document_tokens,
-            left + 1
+            (left + 1).saturating_sub(asked)
         );
     }
     let cuts = match recipes.iter().any(|recipe| recipe.mixture().is_some()) {
