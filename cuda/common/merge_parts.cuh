@@ -7,14 +7,11 @@
 
 #pragma once
 
-#include "common/ptx.cuh"
+#include "common/reduce.cuh"
 
 constexpr u32 MINUS_INFINITY = 0xff800000u;
 
 __device__ __forceinline__ bool is_empty(float lse) { return __float_as_uint(lse) == MINUS_INFINITY; }
-
-// The larger of both. NaN counts as larger than any number, so that it is not lost.
-__device__ __forceinline__ float larger(float a, float b) { return a != a || b != b ? a + b : fmaxf(a, b); }
 
 // The weight of a part. `largest` is the largest log-sum-exp of all parts.
 __device__ __forceinline__ float part_weight(float lse, float largest) {

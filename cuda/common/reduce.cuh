@@ -9,6 +9,9 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// The larger of both. NaN counts as larger than any number, so that it is not lost.
+__device__ __forceinline__ float larger(float a, float b) { return a != a || b != b ? a + b : fmaxf(a, b); }
+
 __device__ __forceinline__ float warp_max(float x) {
     for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
     return x;

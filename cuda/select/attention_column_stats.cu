@@ -97,7 +97,7 @@ __device__ __forceinline__ void end_head(Tile& tile, const StatsCall& call, u32 
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         tile.sums[i] = 0.0f;
         // Column sums are not negative.
-        if (AGGREGATION == 3) tile.aggregated[i] = fmaxf(tile.aggregated[i], sum);
+        if (AGGREGATION == 3) tile.aggregated[i] = larger(tile.aggregated[i], sum);
         if (AGGREGATION == 1 || AGGREGATION == 2) tile.aggregated[i] += sum;
         const float divisor = AGGREGATION == 2 ? (float)call.group : 1.0f;
         const bool exists = !MASKED || tile.first_key + 8 * i + lane / 4 < call.tokens;

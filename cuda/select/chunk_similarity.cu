@@ -23,7 +23,7 @@ struct SimilarityCall {
 };
 
 extern "C" __global__ void chunk_similarity(const SimilarityCall call) {
-    const u32 chunk = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    const u32 chunk = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (chunk >= call.count) return;
     float sums[3] = {0.0f, 0.0f, 0.0f};
     for (u32 i = threadIdx.x % 32; i < call.width; i += 32) {

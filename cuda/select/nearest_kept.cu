@@ -24,7 +24,7 @@ constexpr u32 STAGED = 8 * EIGHTS;
 constexpr u32 OWN_LOADS = (EIGHTS * PAIRS + WARPS - 1) / WARPS;
 
 extern "C" __global__ void kept_norms(const MergeCall call) {
-    const u32 index = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    const u32 index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     const u32 lane = threadIdx.x % 32;
     if (index >= call.kept * call.kv_heads) return;
     const u64 start = row_start(call, ((const u32*)call.kept_tokens)[index], index / call.kept);

@@ -59,8 +59,7 @@ __device__ __forceinline__ float sum_of(const TokenScoresCall& call, const float
     float sum = sums[token];
 #pragma unroll
     for (u32 head = 1; head < GROUP; head++) {
-        const float other = sums[(u64)head * call.tokens + token];
-        if (other > sum || other != other) sum = other;
+        sum = larger(sum, sums[(u64)head * call.tokens + token]);
     }
     return sum;
 }

@@ -10,3 +10,17 @@ fn ordered(x: f32) -> u32 {
 fn from_ordered(bits: u32) -> f32 {
     return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
 }
+
+// -------- larger --------
+
+// The larger of two numbers, or NaN if one is: `max` may drop NaN.
+//
+// gives: is_nan, larger
+
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+fn larger(a: f32, b: f32) -> f32 {
+    return select(a, b, b > a || is_nan(b));
+}

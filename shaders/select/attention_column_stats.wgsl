@@ -20,6 +20,7 @@
 // binds: 3 row_lse, 4 column_sums
 // set by plans: AGGREGATION, ADDS
 
+// import common/ordered.wgsl#larger
 // import select/calls.wgsl#stats_call
 // import counting = select/counting.wgsl
 
@@ -91,7 +92,7 @@ fn attention_column_stats(
                 }
             } else if (AGGREGATION == 3u) {
                 // Column sums are not negative.
-                aggregated = max(aggregated, sum);
+                aggregated = larger(aggregated, sum);
             } else {
                 aggregated += sum;
             }
@@ -124,6 +125,7 @@ fn attention_column_stats(
 // binds: 4 row_lse, 5 column_sums
 // set by plans: AGGREGATION
 
+// import common/ordered.wgsl#larger
 // import select/stats_matrix.wgsl
 // import counting = select/matrix_counting.wgsl
 
@@ -213,7 +215,7 @@ fn write_columns(chunk: Chunk, token: u32, kv_head: u32, team: u32, lane: u32) {
         for (var head = 0u; head < chunk.heads; head++) {
             let sum = sum_of_head(chunk, head, lane);
             if (AGGREGATION == 3u) {
-                aggregated = max(aggregated, sum);
+                aggregated = larger(aggregated, sum);
             } else {
                 aggregated += sum / select(1f, f32(call.group), AGGREGATION == 2u);
             }

@@ -38,9 +38,10 @@ fn attention_row_stats(
     let own_row = invocation / LANES;
     let lane = invocation % LANES;
     let first_partial = (part * call.kv_heads + kv_head) * call.group * call.rows;
-    if (lane == 0u) {
-        for (var i = own_row; i < call.group * call.rows; i += STAGED) {
-            partials[first_partial + i] = vec2<f32>(LOWEST, 0f);
+    // The invocation that adds to a row also clears it: barriers of a workgroup do not order storage.
+    for (var g = 0u; g < call.group && lane == 0u; g++) {
+        for (var row = own_row; row < call.rows; row += STAGED) {
+            partials[first_partial + g * call.rows + row] = vec2<f32>(LOWEST, 0f);
         }
     }
     for (var t = 0u; t < call.part_tiles; t++) {

@@ -33,10 +33,11 @@ const LANES: u32 = RESIDENT / STAGED;
 var<workgroup> reached: array<u32, RESIDENT>;
 var<workgroup> lane_counts: array<u32, RESIDENT>;
 
+// By the invocations that add to the rows: barriers of a workgroup do not order storage.
 fn clear_counts(first_count: u32, invocation: u32) {
-    if (invocation % LANES == 0u) {
-        for (var i = invocation / LANES; i < call.group * call.rows; i += STAGED) {
-            count_partials[first_count + i] = 0u;
+    for (var g = 0u; g < call.group && invocation % LANES == 0u; g++) {
+        for (var row = invocation / LANES; row < call.rows; row += STAGED) {
+            count_partials[first_count + g * call.rows + row] = 0u;
         }
     }
 }

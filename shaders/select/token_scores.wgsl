@@ -15,6 +15,8 @@
 // binds: 0 call, 1 sums, 2 scores, 3 not_numbers
 // set by plans: WEIGHING, POOL, TEXT, GROUP
 
+// import common/ordered.wgsl#larger
+
 struct TokenScoresCall {
     tokens: u32,
     // The first of the recent tokens.
@@ -67,18 +69,11 @@ fn count_below(start: u32, end: u32, value: u32) -> u32 {
     return first - start;
 }
 
-fn is_nan(x: f32) -> bool {
-    return (bitcast<u32>(x) & 0x7fffffffu) > INFINITE;
-}
-
 // The largest sum of a token, or NaN if one is.
 fn sum_of(first: u32, token: u32) -> f32 {
     var sum = sums[first + token];
     for (var head = 1u; head < GROUP; head++) {
-        let other = sums[first + head * call.tokens + token];
-        if (other > sum || is_nan(other)) {
-            sum = other;
-        }
+        sum = larger(sum, sums[first + head * call.tokens + token]);
     }
     return sum;
 }

@@ -110,11 +110,15 @@ impl<B: Backend> LayerGroup<B> {
         if !self.recipe().is_centred() {
             return Ok(states);
         }
-        let mut slots = Vec::new();
+        let (mut slots, mut centred) = (Vec::new(), false);
         for planned in plan.runs() {
-            // A sequence that is attended to holds tokens, and therefore has a centre.
-            let slot = self.page_tables.sequence(planned.run.sequence)?.centre.unwrap_or(0);
-            slots.extend(std::iter::repeat_n(saturated(slot), planned.run.queries));
+            let centre = self.page_tables.sequence(planned.run.sequence)?.centre;
+            centred |= centre.is_some();
+            // A sequence without tokens has none. Any moves its log-sum-exp of −∞ nowhere.
+            slots.extend(std::iter::repeat_n(saturated(centre.unwrap_or(0)), planned.run.queries));
+        }
+        if !centred {
+            return Ok(states);
         }
         let centres = RowCentres { slots: &slots, scale: plan.scoring().scale() };
         self.backend.uncentre_lse(stores[0], queries, centres, states).await

@@ -76,7 +76,7 @@ pub use mixture::Mixture;
 pub use model_cache::ModelCache;
 pub use observed::{DenseLayer, MeasuredQueries, ObservedPrompt};
 pub use observed_parts::{ObservedParts, PartQueries};
-pub use prefixes::PrefixCache;
+pub use prefixes::{PinnedPrefix, PrefixCache};
 pub use prompt::PromptSpan;
 pub use recipe::{Appended, MOST_STORES, Recipe, StoreId};
 pub use recipe_text::ModelRecipe;

@@ -215,7 +215,8 @@ impl<B: Backend> ObservedPrompt<B> {
         let needed = columns(&policy);
         let counted = needed.threshold.is_none() || needed.threshold == self.columns.threshold;
         let aggregated = needed.aggregation == self.columns.aggregation;
-        let measured = rows.is_none() || (rows == self.rows && aggregated && counted);
+        let scored = matches!(policy.keep, KeepRule::Best { .. });
+        let measured = if rows.is_none() { !scored } else { rows == self.rows && aggregated && counted };
         if !measured {
             let reason = "the policy needs statistics that were not measured; observe the prompt again for it".into();
             return Err(Error::Selection { reason });

@@ -68,9 +68,27 @@ pub struct PrefixCache {
 #[derive(Clone, Debug)]
 struct Prefix {
     tokens: Vec<u32>,
+    /// When it was kept: no other prefix was then.
+    since: u64,
     /// When it was used last.
     used: u64,
     pins: usize,
+}
+
+/// A prefix that stays until [`PrefixCache::unpin`] takes this back.
+#[must_use = "a prefix stays pinned until this is given to `PrefixCache::unpin`"]
+#[derive(Debug, PartialEq, Eq)]
+pub struct PinnedPrefix {
+    place: usize,
+    since: u64,
+    tokens: usize,
+}
+
+impl PinnedPrefix {
+    /// Number of its tokens among those that were asked for.
+    pub const fn tokens(&self) -> usize {
+        self.tokens
+    }
 }
 
 /// Where a prefix holds the tokens of a hash: its place, and the number of its tiles up to them.
@@ -161,15 +179,23 @@ impl PrefixCache {
         (0..self.prefixes.len()).try_for_each(|place| self.remove(cache, place))
     }
 
-    /// Keeps the longest known prefix of these tokens until it is [unpinned](PrefixCache::unpin) as often. Returns the
-    /// number of its tokens among these.
-    pub fn pin(&mut self, tokens: &[u32]) -> usize {
-        self.with_longest(tokens, |prefix| prefix.pins = prefix.pins.saturating_add(1))
+    /// Keeps the longest known prefix of these tokens until it is [unpinned](PrefixCache::unpin) as often. `None` where
+    /// none is known.
+    pub fn pin(&mut self, tokens: &[u32]) -> Option<PinnedPrefix> {
+        let Tile { place, tiles } = self.longest(tokens, tokens.len())?;
+        let prefix = self.prefixes[place].as_mut()?;
+        prefix.pins = prefix.pins.saturating_add(1);
+        Some(PinnedPrefix { place, since: prefix.since, tokens: tiles * TILE_TOKENS })
     }
 
-    /// Takes back a [`PrefixCache::pin`] of the same tokens. Returns the number of tokens of the prefix among these.
-    pub fn unpin(&mut self, tokens: &[u32]) -> usize {
-        self.with_longest(tokens, |prefix| prefix.pins = prefix.pins.saturating_sub(1))
+    /// Takes back a [`PrefixCache::pin`], whatever prefixes came since. Nothing happens where
+    /// [`PrefixCache::clear`] let the prefix go.
+    pub fn unpin(&mut self, pinned: PinnedPrefix) {
+        if let Some(Some(prefix)) = self.prefixes.get_mut(pinned.place)
+            && prefix.since == pinned.since
+        {
+            prefix.pins = prefix.pins.saturating_sub(1);
+        }
     }
 
     /// Number of prefixes.
@@ -206,12 +232,6 @@ impl PrefixCache {
         longest
     }
 
-    fn with_longest(&mut self, tokens: &[u32], change: impl Fn(&mut Prefix)) -> usize {
-        let Some(tile) = self.longest(tokens, tokens.len()) else { return 0 };
-        self.prefixes[tile.place].iter_mut().for_each(change);
-        tile.tiles * TILE_TOKENS
-    }
-
     fn touch(&mut self, place: usize) {
         self.clock += 1;
         let used = self.clock;
@@ -243,7 +263,7 @@ impl PrefixCache {
         for (end, hash) in hashes(&tokens) {
             self.tiles.entry(hash).or_default().push(Tile { place, tiles: end / TILE_TOKENS });
         }
-        self.prefixes[place] = Some(Prefix { tokens, used: 0, pins: 0 });
+        self.prefixes[place] = Some(Prefix { tokens, since: self.clock, used: 0, pins: 0 });
         self.touch(place);
     }
 

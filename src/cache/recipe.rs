@@ -126,7 +126,7 @@ impl Recipe {
     }
 
     /// Number of stores that spans of a prompt can name. A store for appended tiles alone follows them.
-    fn named_stores(&self) -> usize {
+    pub(super) fn named_stores(&self) -> usize {
         self.stores.len() - usize::from(self.tiles_of.is_some())
     }
 
@@ -149,13 +149,14 @@ impl Recipe {
         self.with_appended(appended)
     }
 
-    /// Keeps appended tokens among the first `sink` tokens in f16.
+    /// Keeps appended tokens among the first `sink` tokens in f16. Tokens that a policy keeps of a prompt, and the chunks
+    /// of a mixture, go where those put them.
     #[must_use]
     pub fn with_sink(self, sink: usize) -> Self {
         Self { sink, ..self }
     }
 
-    /// Calibrates the scores of all packed spans.
+    /// Calibrates the scores of spans in all packed stores that the recipe has by now.
     #[must_use]
     pub fn with_calibration(mut self, calibration: Calibration) -> Self {
         self.stores.iter_mut().skip(1).for_each(|store| store.calibration = Some(calibration));

@@ -57,13 +57,14 @@ impl ModelRecipe {
         let Some(mixture) = self.mixture() else { return Ok(()) };
         let last = mixture.last_store();
         for (recipe, named) in self.kinds()?.zip(&self.layers) {
-            if recipe.resolve(last).is_err() {
+            // A store of appended tiles alone takes no chunks.
+            if recipe.packs() && last.index() >= recipe.named_stores() {
                 let (layer, choice) = named;
                 return Err(format!(
                     "layers={layer}:{choice}: chunks of the mixture go to stores 1 to {}, and this layer has {} besides \
                      f16; leave the layer to the mixture, store it in f16, or add store= for those that it lacks",
                     last.index(),
-                    recipe.stores().len() - 1
+                    recipe.named_stores() - 1
                 ));
             }
         }

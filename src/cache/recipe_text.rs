@@ -21,7 +21,8 @@ use crate::{Error, Result};
 ///         | "mix=" { method [":" bits] ":" share "," } method [":" bits]    the best share of the chunks by the first method, …
 /// option  = "window=" tokens               newest tokens in f16, at least, and tiles packed when full (128 if not said,
 ///                                          but for methods that pack tokens as they arrive)
-///         | "sink=" tokens                 first tokens in f16; whole tiles of 128 where tiles are packed (0)
+///         | "sink=" tokens                 first tokens in f16; whole tiles of 128 where tiles are packed (0); not of
+///                                          what a policy keeps or a mixture stores
 ///         | "tau=" τ1 "," τ2               calibrated scores of packed spans, CalibQuant's eq. 7 (none)
 ///         | "query=" ("int8" | "int16")    precision of query and weights in integer dot products (by format)
 ///         | "centre"                       keys minus the mean of the first 64 of their sequence; not with ranges per channel
@@ -409,6 +410,8 @@ mod tests {
             ("kivi:2+layers=0:f16+layers=0:int8", "named twice"),
             ("mix=f16:0.2,int4:0.3,calibquant:2+layers=0:int8", "stores 1 to 2, and this layer has 1 besides f16"),
             ("cocktail+layers=1:f16+layers=4:saw-int4", "layers=4:saw-int4"),
+            // Its third store is that of appended tiles.
+            ("cocktail+layers=0:calibquant:4", "stores 1 to 2, and this layer has 1 besides f16"),
         ] {
             let error = text.parse::<ModelRecipe>().unwrap_err().to_string();
             assert!(error.contains(&format!("'{text}'")) && error.contains(part), "{text}: {error}");

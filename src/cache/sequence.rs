@@ -325,7 +325,7 @@ impl<I: TokenIndices> Sequence<I> {
             let is_window = span.kind == SpanKind::Appended && span.store == StoreId::F16;
             let fills = span.tokens == TILE_TOKENS || (index == last && span.tokens < TILE_TOKENS);
             // The step that makes it due has `newer` tokens behind its end, its own included.
-            (is_window && fills).then(|| (end + newer).saturating_sub(self.length + 1))
+            (is_window && fills).then(|| end.saturating_add(newer).saturating_sub(self.length + 1))
         };
         self.spans.iter().enumerate().filter_map(steps_of).min().unwrap_or(usize::MAX)
     }

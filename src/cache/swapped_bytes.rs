@@ -24,7 +24,7 @@ use super::swap::{SwappedGroup, SwappedLayer, SwappedSequence};
 use super::{Appended, KvCache, ModelCache, StoreId};
 use crate::backend::{Backend, SpanBytes};
 use crate::counts::{TokenCount, reserved, saturated};
-use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS};
+use crate::format::{AttentionShape, SegmentFormat, TILE_TOKENS, TensorFormat};
 use crate::plan::TokenIndices;
 use crate::{Error, Result};
 
@@ -209,12 +209,21 @@ fn layout_of<B: Backend>(backend: &B) -> String {
     format!("{} {} {order}", backend.span_layout(), crate::format::tile::LAYOUT_VERSION)
 }
 
-/// What of a layer decides on its pages and spans.
+/// What of a layer decides on its pages and spans. The name of a format does not tell the seeds of its signs.
 fn kind(shape: &AttentionShape, recipe: &Recipe) -> String {
-    let stores: Vec<String> = recipe.stores().iter().map(|store| store.format.to_string()).collect();
+    let store = |of: &SegmentFormat| format!("{of}{}{}", seeds("keys", &of.key), seeds("values", &of.value));
+    let stores: Vec<String> = recipe.stores().iter().map(|of| store(&of.format)).collect();
     let centred = if recipe.is_centred() { ", centred" } else { "" };
     let (heads, channels) = (shape.kv_heads(), shape.head_dim());
     format!("{heads} KV heads of {channels}{centred}: {}", stores.join("; "))
+}
+
+/// The seeds of a tensor's rotation and sketch, if it has any.
+fn seeds(tensor: &str, format: &TensorFormat) -> String {
+    let sketch = format.sketched().and_then(|codebook| codebook.sketch);
+    let seeds = [format.rotation().and_then(|rotation| rotation.seed()), sketch.map(|sketch| sketch.seed)];
+    let seeds: Vec<String> = seeds.iter().flatten().map(u32::to_string).collect();
+    if seeds.is_empty() { String::new() } else { format!(", seeds of {tensor} {}", seeds.join(" and ")) }
 }
 
 /// It changes with every change of a single word, and finds damage; it does not keep anybody from forging bytes.

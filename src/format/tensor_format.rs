@@ -248,7 +248,8 @@ impl TensorFormat {
     /// Scales, minima and norms of tiles are f16. The spread of a group is up to twice its largest element, so codes
     /// store half of that: 32752. Rotated elements and norms are up to `√head_dim` times the largest element of a row,
     /// so their limit is `32752 / √head_dim`: 4094 at head_dim 64, 2047 at 256. [`KvCache`](crate::KvCache) refuses
-    /// larger elements. Kernels that receive larger elements store the nearest value that they can.
+    /// larger elements. Kernels do not check them: what they store of larger elements may be infinite or NaN, and may
+    /// differ between backends.
     pub fn largest_element(&self, head_dim: usize) -> f32 {
         match (self, self.rotation()) {
             (Self::F16, _) => LARGEST_HALF,

@@ -3,6 +3,8 @@
 use std::ops::Range;
 
 use super::attend::{PlannedSpan, SpanView, StoreView};
+#[cfg(feature = "cuda")]
+use super::visible::window_start;
 use super::visible::{Advance, RowLimits, Seen, Stand, Visible};
 use super::{limit, reject};
 use crate::format::AttentionShape;
@@ -93,7 +95,7 @@ impl PlannedRun {
     #[cfg(feature = "cuda")]
     pub(crate) fn window_start(&self, query: usize) -> Option<i64> {
         match self.run.visible {
-            Visible::Window { left } => Some(self.stand.position(query) as i64 - left as i64),
+            Visible::Window { left } => Some(window_start(self.stand.position(query), left)),
             _ => None,
         }
     }

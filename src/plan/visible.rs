@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::counts::MOST_TOKENS;
 use crate::{Error, Result};
 
 /// What the queries of a run see of their sequence, in positions.
@@ -216,6 +217,11 @@ pub(super) struct Stand {
     pub length: usize,
 }
 
+/// Where the window of a position begins, `left` before it and below 0 for the first positions.
+pub(super) fn window_start(position: usize, left: usize) -> i64 {
+    position as i64 - left.min(MOST_TOKENS) as i64
+}
+
 impl Stand {
     /// Checks that queries stand somewhere, and see by a mask that suits them.
     pub(super) fn check(&self, visible: &Visible) -> Result<()> {
@@ -271,7 +277,7 @@ impl Stand {
             Visible::All => Some(alike(left, false)),
             Visible::Causal => Some(alike(left, true)),
             Visible::Window { left: before } => {
-                Some(Advance { window: Some(position as i64 - *before as i64), ..alike(left, true) })
+                Some(Advance { window: Some(window_start(position, *before)), ..alike(left, true) })
             }
             // In a span that sees itself all see what it ends with; before it they are causal.
             Visible::Spans { left: None, spans } => {
@@ -400,6 +406,17 @@ mod tests {
         assert!(TreeMask::from_parents(&[Some(0)]).is_err() && TreeMask::from_parents(&[]).is_err());
         stand(1, 10).check(&Visible::spans(&[2..5, 5..10])).unwrap();
         stand(5, 0).check(&Visible::All).unwrap();
+    }
+
+    /// A window without end begins before every position.
+    #[test]
+    fn windows_of_any_width_begin_before_their_position() {
+        for left in [1, 1 << 40, 1 << 63, usize::MAX - 1, usize::MAX] {
+            let advance = stand(3, 10).advance(&Visible::Window { left }, 1).unwrap();
+            let begins = advance.window.unwrap();
+            assert_eq!(begins.max(0), 8i64.saturating_sub_unsigned(left as u64).max(0), "{left}");
+            assert!(begins >= -(MOST_TOKENS as i64));
+        }
     }
 
     fn visibilities(queries: usize, end: usize) -> impl Strategy<Value = Visible> {

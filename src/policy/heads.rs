@@ -38,7 +38,8 @@ impl HeadAggregation {
             Self::Each => None,
             Self::Sum => Some(scores.sum()),
             Self::Mean => Some(scores.sum::<f64>() / heads),
-            Self::Max => Some(scores.fold(f64::NEG_INFINITY, f64::max)),
+            // A score that is not a number stays one, as in a sum.
+            Self::Max => scores.reduce(|largest, x| if x > largest || x.is_nan() { x } else { largest }),
         }
     }
 }
@@ -53,5 +54,16 @@ mod tests {
             let rows = if aggregation == HeadAggregation::Each { 12 } else { 4 };
             assert_eq!(aggregation.rows(12, 4), rows, "{aggregation:?}");
         }
+    }
+
+    #[test]
+    fn a_score_that_is_no_number_is_not_lost() {
+        for aggregation in [HeadAggregation::Sum, HeadAggregation::Mean, HeadAggregation::Max] {
+            for scores in [[f64::NAN, 1.0, 2.0], [1.0, f64::NAN, 2.0], [1.0, 2.0, f64::NAN]] {
+                let aggregated = aggregation.of(scores.into_iter());
+                assert!(aggregated.is_some_and(f64::is_nan), "{aggregation:?} of {scores:?}: {aggregated:?}");
+            }
+        }
+        assert_eq!(HeadAggregation::Max.of([-3.0, -1.0, -2.0].into_iter()), Some(-1.0));
     }
 }

@@ -19,13 +19,16 @@ pub struct Pooling {
 }
 
 impl Pooling {
+    /// The largest width. Kernels count tokens in 32 bits, also those of a window behind the last token.
+    const LARGEST: usize = (1 << 31) - 1;
+
     /// Pooling over `kernel` neighbouring tokens; 1 changes nothing.
     ///
     /// # Errors
-    /// [`Error::Budget`] when the width is even, and therefore has no middle.
+    /// [`Error::Budget`] when the width is even, and therefore has no middle, or is more than 2^31 − 1.
     pub fn new(pool: Pool, kernel: usize) -> Result<Self> {
-        if kernel.is_multiple_of(2) {
-            let (given, allowed) = (kernel.to_string(), "an odd number of tokens".into());
+        if kernel.is_multiple_of(2) || kernel > Self::LARGEST {
+            let (given, allowed) = (kernel.to_string(), format!("an odd number of tokens up to {}", Self::LARGEST));
             return Err(Error::Budget { what: "width of the pooling", given, allowed });
         }
         Ok(Self { pool, kernel })

@@ -11,7 +11,7 @@ pub struct VlCacheLimits {
     pub min_ratio: f64,
     /// Maximum fraction of the prompt that a layer keeps (VL-Cache: 1).
     pub max_ratio: f64,
-    /// Tokens that every layer keeps in any case, in addition to the one that it always keeps.
+    /// Tokens that every layer keeps in any case. Every layer keeps one at least.
     pub mandatory: usize,
 }
 

@@ -3,8 +3,11 @@
 use kvpack::backend::{Backend, QueryPrecision};
 use kvpack::cache::{KvCache, ModelRecipe, Recipe};
 use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Scoring};
-use kvpack::{AttentionShape, Bits, Calibration};
+use kvpack::policy::{HeadAggregation, Policy, ScoreRule};
+use kvpack::{AttentionShape, Bits, Calibration, Error};
 use pollster::block_on;
+
+use crate::compressed::Prompt;
 
 /// Two KV heads of four query heads each: some of a group are spoilt, others are not.
 const HEADS: [usize; 2] = [8, 2];
@@ -70,6 +73,23 @@ pub fn check<B: Backend + Clone>(backend: &B, wanted: impl Fn(&str) -> bool) {
         if ["f16", "int8"].contains(&name.as_str()) {
             check_states(&cache, &name);
         }
+    }
+}
+
+/// One head of a group has a query row that is no number. No policy keeps tokens by what is left.
+///
+/// # Panics
+/// When one does.
+pub fn check_policies<B: Backend + Clone>(backend: &B) {
+    let shape = AttentionShape::new(4, 2, HEAD_DIM).unwrap();
+    for aggregation in [HeadAggregation::Sum, HeadAggregation::Mean, HeadAggregation::Max] {
+        let mut prompt = Prompt::new(shape, 1, 150, 3);
+        prompt.queries[0][(149 * 4 + 1) * HEAD_DIM] = f32::NAN;
+        let mut cache = prompt.cache(backend, &Recipe::f16());
+        let policy = Policy::h2o(0.3).unwrap();
+        let policy = Policy { scores: ScoreRule { aggregation, ..policy.scores }, ..policy };
+        let refused = block_on(cache.compress(0, &prompt.observe(&cache, policy))).map(drop);
+        assert!(matches!(refused, Err(Error::NotANumber { .. })), "{aggregation:?}: {refused:?}");
     }
 }
 

@@ -104,6 +104,9 @@ fn states_and_keys_come_back_as_if_nothing_was_taken() {
     let segment = DenseSegment { keys: &rows.keys, values: &rows.values, tokens: 200, calibration: None };
     let exact = exact_attention(&shape, &[segment], &rows.query).unwrap();
     let query = CpuTensor::F32(rows.query.clone());
+    let empty = KvCache::new(Cpu::new(), shape, 1, Recipe::f16().with_centre()).unwrap();
+    let states = block_on(empty.attend_states(&[QueryRun::decode(0)], &query)).unwrap();
+    assert_eq!(states.lse.to_f32(), [f32::NEG_INFINITY; 4], "nothing is stored, and there is no centre");
     let states = block_on(cache.attend_states(&[QueryRun::decode(0)], &query)).unwrap();
     for (got, want) in states.lse.to_f32().iter().zip(&exact.lse) {
         assert!((f64::from(*got) - want).abs() < 0.02, "{got} {want}");

@@ -9,7 +9,9 @@ use kvpack::cache::{
 };
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
 use kvpack::plan::{ElementType, RowLayout, TokenRange};
-use kvpack::policy::{BudgetRule, LayerStatistics, Merging, Nearest, Policy, Spans, StatsRequest, evicted, merge_plan};
+use kvpack::policy::{
+    BudgetRule, LayerStatistics, MeasuredRows, Merging, Nearest, Policy, Spans, StatsRequest, evicted, merge_plan,
+};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -308,6 +310,8 @@ fn another_policy_decides_over_the_same_measures() {
     // A layer that is observed after that is measured as the others are.
     prompt.observe_layer(&mut observed, &Cpu::new(), 2).unwrap();
     observed.decide_by(Policy::vlcache(0.1).unwrap()).unwrap();
+    let unmeasured = Policy { rows: MeasuredRows::None, ..Policy::vlcache(0.1).unwrap() };
+    assert!(matches!(observed.decide_by(unmeasured), Err(Error::Selection { .. })), "its scores were not measured");
     assert_eq!(block_on(observed.select()).unwrap(), anew(Policy::vlcache(0.1).unwrap()));
     // Nothing was counted for budgets of one size.
     let mut uncounted = prompt.observe(&cache, uniform);

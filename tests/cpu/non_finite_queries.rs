@@ -11,6 +11,11 @@ fn nan_propagates_through_every_recipe() {
 }
 
 #[test]
+fn policies_do_not_lose_nan() {
+    non_finite_queries::check_policies(&Cpu::new());
+}
+
+#[test]
 fn nan_propagates_through_plain_rows() {
     let shape = AttentionShape::new(2, 1, 64).unwrap();
     let rows: Vec<f32> = (0..500 * 64).map(|i| (i as f32 * 0.3).sin()).collect();

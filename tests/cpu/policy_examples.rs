@@ -41,6 +41,7 @@ fn the_shortest_prompt_of_a_pyramid() {
     let shape = PyramidShape { capacity: 20, recent: 4, beta: 20 };
     assert_eq!(pyramid_budgets(4, 31, shape).unwrap(), [20; 4]);
     assert_eq!(pyramid_budgets(4, 32, shape).unwrap(), [32, 24, 16, 8]);
+    assert_eq!(pyramid_budgets(1, 100, shape).unwrap(), [20], "a single layer is the mean of all");
 }
 
 #[test]

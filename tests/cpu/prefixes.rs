@@ -1,6 +1,6 @@
 //! Prefixes that stay in a cache for requests that begin alike.
 
-use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, PrefixCache, StoreRoom};
+use kvpack::cache::{Budget, Growth, ModelCache, ModelRecipe, PinnedPrefix, PrefixCache, StoreRoom};
 use kvpack::cpu::Cpu;
 use kvpack::{Error, Result};
 use pollster::block_on;
@@ -117,19 +117,51 @@ fn prefixes_go_in_the_order_of_their_use() {
     keep(&mut prefixes, &mut cache, &all[0]); // used again
     keep(&mut prefixes, &mut cache, &all[3]);
     assert_eq!(kept(&prefixes), [true, false, true, true, false]);
-    assert_eq!(prefixes.pin(&all[2]), 128);
+    let third = prefixes.pin(&all[2]).unwrap();
+    assert_eq!(third.tokens(), 128);
     keep(&mut prefixes, &mut cache, &all[4]);
     assert_eq!(kept(&prefixes), [false, false, true, true, true]);
     let longer = [all[3][..128].to_vec(), tokens(0, 140, 9)].concat();
     assert_eq!(keep(&mut prefixes, &mut cache, &longer), 256);
     assert_eq!((prefixes.len(), prefixes.found(&all[3])), (3, 128), "the longer one took the place of its beginning");
-    assert_eq!((prefixes.pin(&all[4]), prefixes.pin(&longer), prefixes.let_go(&mut cache)), (128, 256, Ok(false)));
+    let others = [&all[4], &longer].map(|of| prefixes.pin(of).unwrap());
+    assert_eq!((others.each_ref().map(PinnedPrefix::tokens), prefixes.let_go(&mut cache)), ([128, 256], Ok(false)));
     assert_eq!(keep(&mut prefixes, &mut cache, &all[1]), 0, "all are pinned");
-    assert_eq!((prefixes.unpin(&all[2]), keep(&mut prefixes, &mut cache, &all[1])), (128, 128));
+    prefixes.unpin(third);
+    assert_eq!(keep(&mut prefixes, &mut cache, &all[1]), 128);
     assert_eq!(kept(&prefixes), [false, true, false, true, true]);
     prefixes.clear(&mut cache).unwrap();
     cache.clear(0).unwrap();
     assert_eq!((prefixes.is_empty(), cache.memory().in_use_bytes()), (true, 0));
+}
+
+/// A pin is taken back from the prefix that it holds, though a longer one of the same tokens came later.
+#[test]
+fn pins_are_taken_back_where_they_hold() {
+    let (mut cache, mut prefixes) = (cache("saw-int4"), PrefixCache::new(2..SEQUENCES));
+    let whole = tokens(328, 0, 1);
+    let mut keep = |prefixes: &mut PrefixCache, tokens: &[u32]| {
+        cache.clear(0).unwrap();
+        serve(prefixes, &mut cache, tokens, 0).unwrap();
+        prefixes.keep(&mut cache, tokens, 0).unwrap()
+    };
+    keep(&mut prefixes, &whole[..128]);
+    let short = prefixes.pin(&whole).unwrap();
+    assert_eq!((short.tokens(), keep(&mut prefixes, &whole), prefixes.len()), (128, 256, 2));
+    let long = prefixes.pin(&whole).unwrap();
+    assert_eq!(long.tokens(), 256);
+    prefixes.unpin(short);
+    assert_eq!((prefixes.let_go(&mut cache), prefixes.let_go(&mut cache)), (Ok(true), Ok(false)), "one is pinned");
+    assert_eq!((prefixes.len(), prefixes.found(&[whole.as_slice(), &[9]].concat())), (1, 256));
+
+    // Its place has another prefix since.
+    prefixes.clear(&mut cache).unwrap();
+    cache.clear(0).unwrap();
+    serve(&mut prefixes, &mut cache, &whole, 0).unwrap();
+    prefixes.keep(&mut cache, &whole, 0).unwrap();
+    let again = prefixes.pin(&whole).unwrap();
+    prefixes.unpin(long);
+    assert_eq!((again.tokens(), prefixes.let_go(&mut cache)), (256, Ok(false)));
 }
 
 /// What cannot be kept or entered says so, and changes nothing.

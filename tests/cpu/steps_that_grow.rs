@@ -214,7 +214,15 @@ fn queries_at_an_earlier_position_are_not_gone_on_from() {
 /// Steps go on across pages, windows and the end of a sink, which lies within a page where a prompt was compressed.
 #[test]
 fn long_runs_of_steps_are_those_of_the_page_tables() {
-    for text in ["f16", "saw-int4+sink=384", "kivi:4", "kivi:4+window=0", "kivi:2+sink=384+window=200", "f16+centre"] {
+    for text in [
+        "f16",
+        "saw-int4+sink=384",
+        "kivi:4",
+        "kivi:4+window=0",
+        "kivi:2+sink=384+window=200",
+        "f16+centre",
+        "kivi:2+window=18446744073709551615",
+    ] {
         let count = |layer: usize| 30 + 7 * layer;
         let (mut cache, mut twin) = (kept(text, count), kept(text, count));
         for _ in 0..300 {

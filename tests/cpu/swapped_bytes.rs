@@ -3,8 +3,10 @@
 use kvpack::backend::{Forward, Forwarding, QueryPrecision};
 use kvpack::cache::{Budget, Growth, KvCache, ModelCache, ModelRecipe, Recipe, TokenRun, write_checksum};
 use kvpack::cpu::{Cpu, CpuTensor};
+use kvpack::format::sketch::Sketch;
+use kvpack::format::{AffineFormat, Grouping, Rotation, TensorFormat};
 use kvpack::plan::{ElementType, QueryRun, RowLayout};
-use kvpack::{Error, SegmentFormat};
+use kvpack::{AttentionShape, Bits, Error, SegmentFormat};
 use pollster::block_on;
 
 use any_backend::model_steps::{LAYERS, shape};
@@ -86,6 +88,42 @@ fn bytes_of_other_caches_are_refused() {
     // What attends otherwise is stored alike.
     let layers = vec![(shape(), recipe.layer(0, &shape()).with_query(QueryPrecision::Int8)); LAYERS];
     block_on(ModelCache::new(&Cpu::new(), &layers, 1).unwrap().swapped_from_bytes(&bytes)).unwrap();
+}
+
+/// Codes that were rotated or sketched by other signs are other codes, though their format has the same name.
+#[test]
+fn bytes_of_other_seeds_are_refused() {
+    let rotated = |seed| {
+        let rotation = Rotation::randomized(64, seed);
+        let turned = AffineFormat::new(Bits::Four, Grouping::Token).rotated(rotation);
+        SegmentFormat { key: TensorFormat::F16, value: TensorFormat::Affine(turned) }
+    };
+    let sketched = |seed| {
+        let mut format = SegmentFormat::turboquant_prod(Bits::Three, 64);
+        if let TensorFormat::Codebook(codebook) = &mut format.key {
+            codebook.sketch = Some(Sketch { seed });
+        }
+        format
+    };
+    for of in [&rotated as &dyn Fn(u32) -> SegmentFormat, &sketched] {
+        let new = |seed| {
+            let layers = vec![(AttentionShape::new(2, 1, 64).unwrap(), Recipe::pack_all(of(seed)))];
+            ModelCache::new(&Cpu::new(), &layers, 1).unwrap()
+        };
+        let mut from = new(7);
+        let runs = [TokenRun::chunk(0, 9)];
+        block_on(from.reserve_for_append(&runs)).unwrap();
+        from.begin_append(&runs).unwrap();
+        let rows = CpuTensor::F32(vec![0.5; 9 * 64]);
+        let layout = RowLayout::token_major(9, &AttentionShape::new(2, 1, 64).unwrap());
+        block_on(from.store(0, layout, &rows, &rows)).unwrap();
+        from.commit().unwrap();
+        let swapped = block_on(from.swap_out(0)).unwrap();
+        let bytes = block_on(from.swapped_to_bytes(&swapped)).unwrap();
+        block_on(new(7).swapped_from_bytes(&bytes)).unwrap();
+        let reason = refused(&new(8), &bytes);
+        assert!(reason.contains(" 7") && reason.contains(" 8"), "{reason}");
+    }
 }
 
 /// Bytes that somebody forged are refused, or make a sequence that can be used and removed.

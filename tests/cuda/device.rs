@@ -39,6 +39,7 @@ fn device() -> Cuda {
 #[ignore = "needs an NVIDIA GPU"]
 fn nan_in_queries_propagates() {
     non_finite_queries::check(&device(), |_| true);
+    non_finite_queries::check_policies(&device());
 }
 
 #[test]

@@ -11,3 +11,8 @@ const RECIPES: [&str; 7] = ["f16", "int8", "kivi:2", "calibrated", "8-bit query"
 fn nan_propagates() {
     non_finite_queries::check(&gpu_device::shared(), |name| RECIPES.contains(&name));
 }
+
+#[test]
+fn policies_do_not_lose_nan() {
+    non_finite_queries::check_policies(&gpu_device::shared());
+}

@@ -51,8 +51,9 @@ pub fn attention_column_stats(
             let at = head * rows + row;
             sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += (score - f64::from(lse[at])).exp());
             if let Some(log_threshold) = log_threshold {
-                let least = f64::from(max[at]) + f64::from(log_threshold);
-                counts.push(saturated(scores.iter().filter(|&&score| score >= least).count()));
+                // Maxima are f32: rounded as they are, the largest score of a row reaches a threshold of 1.
+                let least = max[at] + log_threshold;
+                counts.push(saturated(scores.iter().filter(|&&score| score as f32 >= least).count()));
             }
         });
         (sums, counts)

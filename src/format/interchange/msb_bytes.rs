@@ -57,17 +57,20 @@ msb_word!(u8, u16, u32);
 /// [`Error::Format`] when the codes do not fill whole words or one is too large for its bits.
 pub fn pack<W: MsbWord>(codes: &[u8], bits: Bits) -> Result<Vec<W>> {
     let per_word = W::BITS / bits.count() as usize;
-    let reject =
-        |reason: String| Error::Format { format: format!("{bits}-bit codes in {}-bit words", W::BITS), reason };
     if !codes.len().is_multiple_of(per_word) {
-        return Err(reject(format!("{} codes do not fill words of {per_word} codes", codes.len())));
+        let format = format!("{bits}-bit codes in {}-bit words", W::BITS);
+        return Err(Error::Format { format, reason: format!("{} codes do not fill words of {per_word}", codes.len()) });
     }
-    if let Some(at) = codes.iter().position(|&code| u32::from(code) > bits.max_code()) {
-        return Err(reject(format!("code {} at {at} is above {}", codes[at], bits.max_code())));
-    }
+    check_codes(codes, bits)?;
     let spare = W::BITS % bits.count() as usize;
     let word = |codes: &[u8]| codes.iter().fold(0u32, |word, &code| (word << bits.count()) | u32::from(code)) << spare;
     Ok(codes.chunks_exact(per_word).map(|codes| W::from_u32(word(codes))).collect())
+}
+
+fn check_codes(codes: &[u8], bits: Bits) -> Result<()> {
+    let Some(at) = codes.iter().position(|&code| u32::from(code) > bits.max_code()) else { return Ok(()) };
+    let reason = format!("code {} at {at} is above {}", codes[at], bits.max_code());
+    Err(Error::Format { format: format!("{bits}-bit codes"), reason })
 }
 
 /// Unpacks words that [`pack`] packed.
@@ -94,16 +97,17 @@ pub fn unpack<W: MsbWord>(words: &[W], bits: Bits) -> Vec<u8> {
 ///
 /// # Errors
 /// [`Error::Format`] when the format has no codes, [`Error::Elements`] when there are more than 128 tokens or the last
-/// is incomplete.
+/// is incomplete. A code that needs more bits is an [`Error::Format`] too.
 pub fn tile_from_codes(which: KeyOrValue, format: &TensorFormat, head_dim: usize, codes: &[u8]) -> Result<Vec<u32>> {
     let tile = Tile::new(which, format, head_dim)?;
     if !codes.len().is_multiple_of(head_dim) || codes.len() > TILE_TOKENS * head_dim {
         return Err(wrong_length("codes", codes.len(), codes.len().min(TILE_TOKENS * head_dim) / head_dim * head_dim));
     }
+    check_codes(codes, tile.bits)?;
     let mut words = vec![0; tile.words()];
     for (i, &code) in codes.iter().enumerate() {
         let field = tile.field(i / head_dim, i % head_dim);
-        field.set(&mut words, (u32::from(code) & tile.bits.max_code()) ^ tile.top_bit());
+        field.set(&mut words, u32::from(code) ^ tile.top_bit());
     }
     Ok(words)
 }
@@ -191,6 +195,8 @@ mod tests {
         assert!(pack::<u8>(&[0, 4, 0, 0], Bits::Two).is_err());
         let format = TensorFormat::Affine(AffineFormat::new(Bits::Two, Grouping::Channel));
         assert!(tile_from_codes(KeyOrValue::Key, &format, 64, &[0; 65]).is_err());
+        let refused = tile_from_codes(KeyOrValue::Key, &format, 64, &[255; 64]).unwrap_err().to_string();
+        assert!(refused.contains("code 255 at 0"), "{refused}");
         assert!(tile_from_codes(KeyOrValue::Key, &format, 64, &[0; 129 * 64]).is_err());
         assert!(tile_from_codes(KeyOrValue::Key, &format, 65, &[0; 65]).is_err());
         assert!(tile_from_codes(KeyOrValue::Key, &TensorFormat::F16, 64, &[0; 64]).is_err());
