@@ -13,7 +13,7 @@
 
 // import attend/work_item.wgsl
 // import step_scores = attend/step_scores.wgsl#dot
-// import common/ordered.wgsl
+// import common/ordered.wgsl#ordered
 
 // Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.
 @group(0) @binding(5) var<storage, read_write> stored_scores: array<f32>;

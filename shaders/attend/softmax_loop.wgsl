@@ -13,7 +13,7 @@
 //   set_scores_lowest, tile_bases, token_scores
 // gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
-// import common/ordered.wgsl
+// import common/ordered.wgsl#ordered
 // import workgroup_max = attend/workgroup_max.wgsl
 // import logits = attend/logits.wgsl
 // import values = attend/values.wgsl#dot

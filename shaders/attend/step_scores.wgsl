@@ -575,7 +575,7 @@ fn part_product(sum: f32, total: f32, part: u32) -> f32 {
 // binds: 2 stored_scores, 3 extremes
 // set by plans: TAU_1, TAU_2
 
-// import common/ordered.wgsl
+// import common/ordered.wgsl#ordered
 
 // Natural-log scores [query head][token], tile after tile. The tiles of an item follow its first one.
 @group(0) @binding(2) var<storage, read> stored_scores: array<f32>;

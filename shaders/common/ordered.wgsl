@@ -1,3 +1,7 @@
+// The order of floats.
+
+// -------- ordered --------
+
 // Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
 //
 // gives: ordered, from_ordered

@@ -17,7 +17,7 @@
 
 // import pack/flat.wgsl
 // import pack/call.wgsl
-// import common/ordered.wgsl
+// import common/ordered.wgsl#ordered
 // import rows = pack/rows.wgsl#f32
 // import pack/code_range.wgsl
 // import pack/half.wgsl#conversions

@@ -864,7 +864,7 @@ fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl
+// shaders/common/ordered.wgsl#ordered
 // ----------------------------------------------------------------------------------------------------
 
 // Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.

@@ -558,7 +558,7 @@ fn enters() -> bool {
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl
+// shaders/common/ordered.wgsl#ordered
 // ----------------------------------------------------------------------------------------------------
 
 // Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.

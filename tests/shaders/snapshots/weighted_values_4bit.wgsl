@@ -249,7 +249,7 @@ fn prepare_keys(first: u32, tiles: u32, team: u32, lane: u32) {}
 fn prepare_keys_late(first: u32, tiles: u32, team: u32, lane: u32) {}
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl
+// shaders/common/ordered.wgsl#ordered
 // ----------------------------------------------------------------------------------------------------
 
 // Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
