@@ -25,11 +25,12 @@ impl QuantizedLinear {
     /// Zeros are integers from 0 to 2^b. The last is what a GPTQ checkpoint (v1) can mean and no code reaches.
     ///
     /// # Errors
-    /// [`Error::Elements`], [`Error::NonFinite`] and [`Error::Value`] for lists that do not fit, scales that are not
-    /// finite and zeros beyond 2^b.
+    /// [`Error::Elements`], [`Error::NonFinite`] and [`Error::Value`] for lists that do not fit, groups of another
+    /// number of inputs, scales that are not finite and zeros beyond 2^b.
     pub fn new(codes: PackedCodes, groups: Groups, scales: Vec<f32>, zeros: Vec<u16>) -> Result<Self> {
         let shape = codes.shape();
         let needed = shape.outputs() * groups.count();
+        check_elements("the division into groups", groups.inputs(), shape.inputs(), || shape.to_string())?;
         let of = || format!("{shape} with {} groups", groups.count());
         check_elements("the list of scales", scales.len(), needed, of)?;
         check_elements("the list of zeros", zeros.len(), needed, of)?;

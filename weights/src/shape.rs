@@ -128,7 +128,7 @@ impl GroupSize {
     /// As checkpoints write it: -1 for a whole row.
     ///
     /// # Errors
-    /// [`Error::Size`] for other numbers below 1, and above [`MOST_FEATURES`].
+    /// [`Error::Config`] for other numbers below 1, and above [`MOST_FEATURES`].
     pub fn new(given: i64) -> Result<Self> {
         match given {
             -1 => Ok(Self::Row),
@@ -199,6 +199,11 @@ impl Groups {
             groups.index = Some(index);
         }
         Ok(groups)
+    }
+
+    /// The inputs that they divide.
+    pub(crate) fn inputs(&self) -> usize {
+        self.inputs
     }
 
     /// How many there are.

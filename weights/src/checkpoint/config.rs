@@ -12,6 +12,13 @@ use crate::shape::{Bits, GroupSize};
 /// Bytes of the largest JSON file: the index of a large model has a few MB.
 const MOST_JSON: u64 = 64 << 20;
 
+/// The keys of a configuration that name rotations of activations: those of GPTQModel and compressed-tensors, and two
+/// of auto-round.
+const ROTATIONS: [&str; 4] = ["rotation", "transform_config", "rotation_config", "spinquant_config"];
+
+/// Those that auto-round also writes into `config.json` itself.
+const ROTATIONS_OF_MODEL: [&str; 2] = ["rotation_config", "spinquant_config"];
+
 /// The format of a checkpoint's quantised layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scheme {
@@ -43,6 +50,8 @@ pub enum Scheme {
         group: GroupSize,
         /// True if there are no zero points.
         symmetric: bool,
+        /// True if groups follow the order of activations (`actorder` "group").
+        act_order: bool,
     },
 }
 
@@ -60,11 +69,12 @@ pub enum AwqVersion {
 /// The configuration in a folder.
 pub fn of_folder(folder: &Path) -> Result<Scheme> {
     let of_file = |name: &str| json(&folder.join(name));
-    let in_model = of_file("config.json")?.and_then(|config| match &config["quantization_config"] {
-        Value::Null => None,
-        found => Some(found.clone()),
-    });
+    let model = of_file("config.json")?.unwrap_or_default();
+    check_unrotated(&model, &ROTATIONS_OF_MODEL)?;
+    let in_model = Some(&model["quantization_config"]).filter(|found| !found.is_null()).cloned();
     let in_gptq = of_file("quantize_config.json")?;
+    // Where both are there, either may name a rotation.
+    check_unrotated(in_gptq.as_ref().unwrap_or(&Value::Null), &ROTATIONS)?;
     let configuration = match (in_model, in_gptq) {
         (Some(mut model), Some(gptq)) => {
             // Some programs write the version of the format in one of them only.
@@ -97,9 +107,10 @@ impl Scheme {
     /// `quantization_config` in `config.json`.
     ///
     /// # Errors
-    /// [`Error::Config`] for a method or a parameter that is missing or not supported, [`Error::Bits`] for a width
-    /// without a format.
+    /// [`Error::Config`] for a method or a parameter that is missing or not supported, and for rotated activations;
+    /// [`Error::Bits`] for a width without a format.
     pub fn parse(configuration: &Value) -> Result<Self> {
+        check_unrotated(configuration, &ROTATIONS)?;
         let method = match text(configuration, "quant_method")? {
             Some(method) => method,
             // AutoGPTQ's files and AutoAWQ's older ones do not name it.
@@ -169,12 +180,6 @@ impl Scheme {
     }
 
     fn compressed_tensors(configuration: &Value) -> Result<Self> {
-        let transforms = &configuration["transform_config"];
-        if !(transforms.is_null() || transforms.as_object().is_some_and(serde_json::Map::is_empty)) {
-            let reason =
-                "weights that are multiplied with rotated activations cannot be read; quantise without transforms";
-            return Err(wrong("transform_config", reason));
-        }
         let groups = configuration["config_groups"].as_object().filter(|groups| !groups.is_empty());
         let groups = groups.ok_or_else(|| wrong("config_groups", "it must be an object with one entry or more"))?;
         let default = text(configuration, "format")?;
@@ -211,7 +216,46 @@ impl Scheme {
             other => return Err(wrong("strategy", format!("it is '{other}'; group and channel can be read"))),
         };
         let symmetric = flag(weights, "symmetric")?.unwrap_or(true);
-        Ok(Self::CompressedTensors { bits: bits(weights, "num_bits")?, group, symmetric })
+        let act_order = compressed_act_order(weights)?;
+        Ok(Self::CompressedTensors { bits: bits(weights, "num_bits")?, group, symmetric, act_order })
+    }
+}
+
+/// Whether groups follow the order of activations. "weight" is an order of the quantiser that changes no group.
+fn compressed_act_order(weights: &Value) -> Result<bool> {
+    if let Value::Bool(by_group) = weights["actorder"] {
+        return Ok(by_group);
+    }
+    let order = text(weights, "actorder")?.map(|order| order.to_lowercase());
+    match order.as_deref() {
+        None | Some("weight" | "static") => Ok(false),
+        Some("group" | "dynamic") => Ok(true),
+        Some(other) => {
+            let reason = format!("it is '{other}'; known are group, dynamic, weight, static, true and false");
+            Err(wrong("actorder", reason))
+        }
+    }
+}
+
+/// Refuses weights that belong to rotated activations: as plain weights they give wrong outputs.
+fn check_unrotated(configuration: &Value, keys: &[&str]) -> Result<()> {
+    let is_set = |key: &&&str| match &configuration[**key] {
+        Value::Null | Value::Bool(false) => false,
+        Value::String(text) => !text.is_empty(),
+        Value::Object(entries) => !entries.is_empty(),
+        Value::Array(entries) => !entries.is_empty(),
+        _ => true,
+    };
+    match keys.iter().find(is_set) {
+        None => Ok(()),
+        Some(key) => {
+            let given = short(&configuration[*key]);
+            let reason = format!(
+                "it is {given}; weights that are multiplied with rotated activations cannot be read. Quantise without \
+                 rotations"
+            );
+            Err(wrong(key, reason))
+        }
     }
 }
 

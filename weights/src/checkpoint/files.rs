@@ -48,9 +48,12 @@ pub struct Names {
     pub index: Vec<(String, String)>,
 }
 
-/// The tensor files of a folder.
+/// The file that lists the tensor files of a checkpoint.
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// The tensor files of a checkpoint: those that its index names, or all of the folder.
 pub fn names(folder: &Path, most: usize) -> Result<Names> {
-    let index_file = folder.join("model.safetensors.index.json");
+    let index_file = folder.join(INDEX);
     let mut names = Names { files: Vec::new(), index: Vec::new() };
     if let Some(index) = config::json(&index_file)? {
         let wrong = |reason: String| Error::Config { what: index_file.display().to_string(), reason };
@@ -62,14 +65,7 @@ pub fn names(folder: &Path, most: usize) -> Result<Names> {
             names.files.push(file.into());
         }
     } else {
-        let io = |reason| Error::Io { path: folder.into(), reason };
-        for entry in std::fs::read_dir(folder).map_err(io)? {
-            let path = entry.map_err(io)?.path();
-            let name = path.file_name().and_then(|name| name.to_str());
-            if let Some(name) = name.filter(|name| name.ends_with(".safetensors")) {
-                names.files.push(name.into());
-            }
-        }
+        names.files = in_folder(folder)?;
     }
     names.files.sort();
     names.files.dedup();
@@ -78,6 +74,18 @@ pub fn names(folder: &Path, most: usize) -> Result<Names> {
         return Err(Error::Config { what: folder.display().to_string(), reason });
     }
     Ok(names)
+}
+
+/// All tensor files of a folder.
+pub fn in_folder(folder: &Path) -> Result<Vec<String>> {
+    let io = |reason| Error::Io { path: folder.into(), reason };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let path = entry.map_err(io)?.path();
+        let name = path.file_name().and_then(|name| name.to_str());
+        files.extend(name.filter(|name| name.ends_with(".safetensors")).map(str::to_owned));
+    }
+    Ok(files)
 }
 
 impl TensorFile {

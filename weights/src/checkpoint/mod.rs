@@ -20,6 +20,7 @@ use crate::format::compressed_tensors::CompressedTensors;
 use crate::format::gptq::{AllOnes, GptqLayout, GptqTensors, StoredZeros};
 use crate::format::{awq_gemm, awq_gemv, awq_gemv_fast, compressed_tensors, gptq};
 use crate::linear::QuantizedLinear;
+use crate::shape::GroupSize;
 use files::TensorFile;
 
 /// The most tensor files of a checkpoint.
@@ -144,7 +145,7 @@ impl Checkpoint {
                     awq_gemv_fast::unpack(&tensors, group)
                 }
             },
-            &Scheme::CompressedTensors { bits, group, symmetric } => {
+            &Scheme::CompressedTensors { bits, group, symmetric, act_order } => {
                 let (shape, index) = (tensor("weight_shape"), tensor("weight_g_idx"));
                 let tensors = CompressedTensors {
                     weight_packed: self.words(&tensor("weight_packed"))?,
@@ -154,7 +155,7 @@ impl Checkpoint {
                         false => Some(self.words(&tensor("weight_zero_point"))?),
                     },
                     weight_shape: self.file(&shape)?.pair(&shape)?,
-                    weight_g_idx: self.index(&index)?,
+                    weight_g_idx: self.group_index(&index, group, act_order)?,
                 };
                 compressed_tensors::unpack(&tensors, bits, group)
             }
@@ -175,16 +176,13 @@ impl Checkpoint {
             return Err(Error::Config { what: name.into(), reason });
         };
         let tensor = |part: &str| format!("{name}.{part}");
-        let g_idx = self.index(&tensor("g_idx"))?;
-        if act_order && g_idx.is_none() && group != crate::GroupSize::Row {
-            let reason = "desc_act is set, so the order of groups is needed, but no file holds it".into();
-            return Err(Error::Tensor { name: tensor("g_idx"), reason });
-        }
+        let g_idx = self.group_index(&tensor("g_idx"), group, act_order)?;
         let tensors = GptqTensors {
             qweight: self.words(&tensor("qweight"))?,
             qzeros: self.words(&tensor("qzeros"))?,
             scales: self.table(&tensor("scales"))?,
-            g_idx,
+            // Some programs write zeros where there is no index. exllama reads them so.
+            g_idx: g_idx.filter(|index| act_order || index.iter().any(|&group| group != 0)),
         };
         let shown = if symmetric { gptq::stored_zeros_of_symmetric(&tensors.qzeros, bits) } else { None };
         let zeros = shown.unwrap_or(zeros);
@@ -215,8 +213,16 @@ impl Checkpoint {
         self.file(name)?.table(name)
     }
 
-    /// A list of indices that may be missing.
-    fn index(&self, name: &str) -> Result<Option<Vec<i32>>> {
-        if self.tensors.contains_key(name) { self.file(name)?.indices(name).map(Some) } else { Ok(None) }
+    /// The group of each input. It may be missing where groups are in order.
+    fn group_index(&self, name: &str, group: GroupSize, act_order: bool) -> Result<Option<Vec<i32>>> {
+        if self.tensors.contains_key(name) {
+            return self.file(name)?.indices(name).map(Some);
+        }
+        if act_order && group != GroupSize::Row {
+            let reason = "the configuration sets act-order, so the group of each input is needed, but no file of the \
+                          checkpoint holds it; fetch the checkpoint again";
+            return Err(Error::Tensor { name: name.into(), reason: reason.into() });
+        }
+        Ok(None)
     }
 }

@@ -8,11 +8,15 @@ use half::f16;
 use safetensors::{Dtype, View, serialize_to_file};
 use serde_json::{Value, json};
 
+use super::files;
 use crate::error::{Error, Result, check_elements, check_finite};
 use crate::format::gptq::StoredZeros;
 use crate::format::{Table, awq_gemm, gptq};
 use crate::linear::QuantizedLinear;
 use crate::shape::{Bits, GroupSize};
+
+/// The file with the tensors.
+const TENSORS: &str = "model.safetensors";
 
 /// The formats that are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,12 +135,17 @@ impl NewCheckpoint {
     }
 
     /// Writes `model.safetensors`, `config.json` (`model`, which must be an object or null, with `quantization_config`)
-    /// and, for GPTQ, `quantize_config.json` into a folder that exists.
+    /// and, for GPTQ, `quantize_config.json` into a folder that exists. Files of these names are overwritten.
+    ///
+    /// The folder must hold no `model.safetensors.index.json` and no other `*.safetensors`: readers would take the
+    /// tensors of those files with this configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] without a quantised layer and for a `model` that is no object, [`Error::Io`].
+    /// [`Error::Config`] without a quantised layer, for a `model` that is no object and for a folder with such files:
+    /// then nothing is written. [`Error::Io`].
     pub fn write(&self, folder: &Path, model: &Value) -> Result<()> {
         let configuration = self.configuration()?;
+        check_folder(folder)?;
         let mut model = match model {
             Value::Null => json!({}),
             Value::Object(_) => model.clone(),
@@ -146,7 +155,7 @@ impl NewCheckpoint {
             }
         };
         model["quantization_config"] = configuration.clone();
-        let file = folder.join("model.safetensors");
+        let file = folder.join(TENSORS);
         let metadata = [("format".to_owned(), "pt".to_owned())].into();
         serialize_to_file(self.tensors.iter(), Some(metadata), &file)
             .map_err(|reason| Error::Io { path: file.clone(), reason: std::io::Error::other(reason) })?;
@@ -224,6 +233,22 @@ fn halves(name: &str, shape: &[usize], values: &[f32]) -> Result<Stored> {
 fn not_a_half(name: &str, values: &[f32], index: usize) -> Error {
     let given = format!("{:e} in '{name}'", values[index]);
     Error::Value { what: "value", index, given, allowed: "what f16 can hold: up to 65504, scales from 6e-8 on".into() }
+}
+
+/// Refuses a folder with files that readers would take in place of what is written, or with it.
+fn check_folder(folder: &Path) -> Result<()> {
+    let mut others = files::in_folder(folder)?;
+    others.retain(|name| name != TENSORS);
+    others.sort();
+    if folder.join(files::INDEX).exists() {
+        others.insert(0, files::INDEX.into());
+    }
+    let Some(other) = others.first() else { return Ok(()) };
+    let reason = format!(
+        "it holds {other} of another checkpoint, and readers would mix the two; name another folder, or remove the \
+         other checkpoint"
+    );
+    Err(Error::Config { what: folder.display().to_string(), reason })
 }
 
 fn write_json(path: &Path, value: &Value) -> Result<()> {

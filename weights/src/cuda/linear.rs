@@ -1,5 +1,6 @@
 //! A layer on a device.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, LaunchConfig};
@@ -127,6 +128,18 @@ pub(super) fn check_aligned(what: &'static str, tensor: &Tensor) -> Result<()> {
     Err(DeviceError::Buffer { what, reason }.into())
 }
 
+/// Refuses outputs that share bytes with activations. A block would read activations after another has written there.
+pub(super) fn check_apart(activations: Range<u64>, outputs: Range<u64>) -> Result<()> {
+    if outputs.end <= activations.start || activations.end <= outputs.start {
+        return Ok(());
+    }
+    let reason = format!(
+        "they lie at {:#x} to {:#x} and share bytes with the activations at {:#x} to {:#x}; give them other memory",
+        outputs.start, outputs.end, activations.start, activations.end
+    );
+    Err(DeviceError::Buffer { what: "the outputs", reason }.into())
+}
+
 /// The launch of a kernel without dynamic shared memory.
 pub(super) fn launch_of(
     kernels: &Kernels,
@@ -146,5 +159,27 @@ pub(super) const fn type_code(of: ElementType) -> usize {
         ElementType::F32 => 0,
         ElementType::F16 => 1,
         ElementType::Bf16 => 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outputs_share_no_byte_with_activations() {
+        for (outputs, is_apart) in [
+            (0x100..0x200, true),
+            (0x300..0x400, true),
+            (0x100..0x201, false),
+            (0x2ff..0x400, false),
+            (0x240..0x280, false),
+            (0x100..0x400, false),
+            (0x200..0x300, false),
+        ] {
+            let given = check_apart(0x200..0x300, outputs.clone());
+            let refused = matches!(given, Err(crate::Error::Device(DeviceError::Buffer { what: "the outputs", .. })));
+            assert_eq!((given.is_ok(), refused), (is_apart, !is_apart), "{outputs:x?}: {given:?}");
+        }
     }
 }

@@ -8,7 +8,7 @@ use kvpack_device::cuda::memory::bytes_of;
 use kvpack_device::cuda::{KernelLaunch, Kernels, Memory, Program, Tensor};
 
 use super::dequantize::check_stream;
-use super::linear::{Linear, check_aligned, launch_of, type_code};
+use super::linear::{Linear, check_aligned, check_apart, launch_of, type_code};
 use super::sources::SOURCES;
 use super::strips::StripLaunch;
 use super::tiles::{BoundTiles, has_tiles};
@@ -70,7 +70,8 @@ impl Linear {
     /// # Errors
     /// [`Error::Size`](crate::Error::Size) for 0 rows or more than [`MOST_ROWS`](crate::MOST_ROWS);
     /// [`Error::Device`](crate::Error::Device) for tensors with fewer elements or of another stream, activations that
-    /// do not begin at a multiple of 16 bytes, and errors of the driver.
+    /// do not begin at a multiple of 16 bytes, outputs that share bytes with activations unless these are put in order
+    /// or into f16 first, and errors of the driver.
     pub fn bind(&self, kernels: &Kernels, x: &Tensor, rows: usize, y: &Tensor) -> Result<BoundLinear> {
         check_rows(rows)?;
         self.check("the activations", x, [rows, self.shape.inputs()])?;
@@ -81,9 +82,14 @@ impl Linear {
         let mut memory = vec![self.codes.clone(), self.scales.clone(), x.memory().clone(), y.memory().clone()];
         memory.extend(self.order.iter().map(|order| order.inputs.clone()));
         let in_tiles = rows > FEW_ROWS && has_tiles(kernels.facts());
+        let becomes_f16 = in_tiles && x.element_type() != ElementType::F16;
+        if self.order.is_none() && !becomes_f16 {
+            let bytes = |tensor: &Tensor, width: usize| tensor.address()..tensor.address_of(rows * width);
+            check_apart(bytes(x, self.shape.inputs()), bytes(y, self.shape.outputs()))?;
+        }
         let (mut order, mut from) = (None, x.address());
         if let Some(inputs) = &self.order
-            && !(in_tiles && x.element_type() != ElementType::F16)
+            && !becomes_f16
         {
             let bytes = bytes_of("ordered activations", rows * self.places(), x.element_type().bytes())?;
             let ordered = Memory::zeroed(&self.stream, "ordered activations", bytes)?;

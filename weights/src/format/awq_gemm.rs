@@ -31,8 +31,8 @@ pub struct AwqTensors {
 /// Reads a layer.
 ///
 /// # Errors
-/// [`Error::Tensor`], [`Error::Format`] and [`Error::NonFinite`] for tensors that do not fit each other or the group
-/// size.
+/// [`Error::Size`], [`Error::Tensor`], [`Error::Format`] and [`Error::NonFinite`] for tensors that do not fit each
+/// other or the group size.
 pub fn unpack(tensors: &AwqTensors, group: GroupSize) -> Result<QuantizedLinear> {
     let shape = LinearShape::new(tensors.qweight.columns().saturating_mul(8), tensors.qweight.rows())?;
     let (outputs, inputs) = (shape.outputs(), shape.inputs());

@@ -19,8 +19,8 @@ use crate::shape::{Bits, GroupSize, Groups, LinearShape};
 /// Reads a layer.
 ///
 /// # Errors
-/// [`Error::Tensor`], [`Error::Format`] and [`Error::NonFinite`] for tensors that do not fit each other or the group
-/// size.
+/// [`Error::Size`], [`Error::Tensor`], [`Error::Format`] and [`Error::NonFinite`] for tensors that do not fit each
+/// other or the group size.
 pub fn unpack(tensors: &AwqTensors, group: GroupSize) -> Result<QuantizedLinear> {
     let shape = LinearShape::new(tensors.qweight.rows(), tensors.qweight.columns().saturating_mul(8))?;
     let size = group.inputs(shape.inputs());

@@ -36,8 +36,8 @@ pub struct AwqFastTensors {
 /// Reads a layer.
 ///
 /// # Errors
-/// [`Error::Tensor`], [`Error::Format`], [`Error::Value`] and [`Error::NonFinite`] for tensors that do not fit each
-/// other or the group size, and for scaled zeros that are no multiple of their scale from 0 to 15.
+/// [`Error::Size`], [`Error::Tensor`], [`Error::Format`], [`Error::Value`] and [`Error::NonFinite`] for tensors that do
+/// not fit each other or the group size, and for scaled zeros that are no multiple of their scale from 0 to 15.
 pub fn unpack(tensors: &AwqFastTensors, group: GroupSize) -> Result<QuantizedLinear> {
     let shape = LinearShape::new(tensors.qweight.rows().saturating_mul(4), tensors.qweight.columns())?;
     let (outputs, inputs) = (shape.outputs(), shape.inputs());

@@ -68,8 +68,9 @@ pub struct GptqLayout {
 /// Reads a layer.
 ///
 /// # Errors
-/// [`Error::Tensor`], [`Error::Elements`], [`Error::Value`] and [`Error::NonFinite`] for tensors that do not fit each
-/// other or the layout.
+/// [`Error::Size`], [`Error::Tensor`], [`Error::Format`], [`Error::Elements`], [`Error::Value`] and
+/// [`Error::NonFinite`] for tensors that do not fit each other or the layout, and for a `g_idx` of zeros in a layer of
+/// several groups: some readers take it for no index.
 pub fn unpack(tensors: &GptqTensors, layout: &GptqLayout) -> Result<QuantizedLinear> {
     let bits = layout.bits;
     let shape = shape(&tensors.qweight, bits)?;
@@ -96,12 +97,17 @@ pub fn unpack(tensors: &GptqTensors, layout: &GptqLayout) -> Result<QuantizedLin
 /// Writes a layer.
 ///
 /// # Errors
-/// [`Error::Format`] for outputs or inputs whose codes fill no whole words, and for zeros that the version cannot say.
+/// [`Error::Format`] for outputs or inputs whose codes fill no whole words, for zeros that the version cannot say, and
+/// for several groups of which the first has all inputs.
 pub fn pack(linear: &QuantizedLinear, zeros: StoredZeros) -> Result<GptqTensors> {
     let (bits, shape, groups) = (linear.bits(), linear.shape(), linear.groups());
     let (outputs, count) = (shape.outputs(), groups.count());
     let row_words = stream_words(bits, shape.inputs())?;
     let zero_words = stream_words(bits, outputs)?;
+    if is_index_of_zeros(groups) {
+        let (what, hint) = (format!("{count} groups of which the first has all inputs"), "use one group (a whole row)");
+        return Err(Error::Format { format: "GPTQ", what, hint });
+    }
     let codes = linear.codes();
     let mut qweight = vec![0; row_words * outputs];
     qweight.par_chunks_exact_mut(outputs).enumerate().for_each(|(word, row)| {
@@ -130,10 +136,13 @@ pub fn pack(linear: &QuantizedLinear, zeros: StoredZeros) -> Result<GptqTensors>
 ///
 /// Some checkpoints say "gptq" and hold zeros of version 2. A layer that is symmetric shows it.
 pub fn stored_zeros_of_symmetric(qzeros: &Table<u32>, bits: Bits) -> Option<StoredZeros> {
+    if qzeros.values().is_empty() {
+        return None;
+    }
     let per_row = qzeros.columns() * 32 / bits.count() as usize;
     let all = |wanted: u32| {
         let of_row = |row| (0..per_row).all(|at| stored_zero(qzeros, bits, row, at) == wanted);
-        !qzeros.values().is_empty() && (0..qzeros.rows()).all(of_row)
+        (0..qzeros.rows()).all(of_row)
     };
     if all(bits.middle() - 1) {
         Some(StoredZeros::MinusOne)
@@ -146,12 +155,13 @@ pub fn stored_zeros_of_symmetric(qzeros: &Table<u32>, bits: Bits) -> Option<Stor
 
 /// N and K by the shape of `qweight`.
 fn shape(qweight: &Table<u32>, bits: Bits) -> Result<LinearShape> {
+    // Without columns there may be any number of rows.
     let words = qweight.rows() as u64;
-    if !(words * 32).is_multiple_of(bits.count().into()) {
+    if !words.saturating_mul(32).is_multiple_of(bits.count().into()) {
         let reason = format!("its {words} rows are no whole number of codes of {bits}; 3 bits need a multiple of 3");
         return Err(Error::Tensor { name: "qweight".into(), reason });
     }
-    let inputs = words * 32 / u64::from(bits.count());
+    let inputs = words.saturating_mul(32) / u64::from(bits.count());
     LinearShape::new(qweight.columns(), usize::try_from(inputs).unwrap_or(usize::MAX))
 }
 
@@ -176,7 +186,21 @@ fn groups(g_idx: Option<&[i32]>, shape: LinearShape, size: GroupSize) -> Result<
             allowed: format!("0 to {}", count - 1),
         })
     });
-    Groups::indexed(shape, size, index.collect::<Result<_>>()?)
+    let groups = Groups::indexed(shape, size, index.collect::<Result<_>>()?)?;
+    if is_index_of_zeros(&groups) {
+        let reason = format!(
+            "it is 0 for every input of {count} groups; without act-order (desc_act) leave it out, with act-order \
+             quantise the layer again"
+        );
+        return Err(Error::Tensor { name: "g_idx".into(), reason });
+    }
+    Ok(groups)
+}
+
+/// Whether an index is kept and puts all inputs into the first of several groups. Readers disagree about it: exllama
+/// takes it for no index.
+fn is_index_of_zeros(groups: &Groups) -> bool {
+    groups.index().is_some_and(|index| index.iter().all(|&group| group == 0))
 }
 
 fn stored_zero(qzeros: &Table<u32>, bits: Bits, group: usize, output: usize) -> u32 {

@@ -7,9 +7,7 @@ use super::grid::{Grid, RangeRule};
 use super::matrix::Matrix;
 use super::rounding::round_groups;
 use crate::algebra::{View, add_product};
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::{Result, check_elements};
+use crate::error::{Error, Result, check_elements};
 use crate::linear::QuantizedLinear;
 
 /// Exponents that are tried: i / 20 for i from 0 to 19.
@@ -103,8 +101,8 @@ pub fn awq_scales(layers: &[Matrix<'_>], activations: Matrix<'_>, grid: &Grid) -
 /// Quantises `W · diag(scales)` of a layer `[N, K]`, whose inputs `[tokens, K]` are then divided by the scales.
 ///
 /// # Errors
-/// [`Error::Elements`] for activations or scales of another number of inputs, [`Error::NonFinite`] for scaled weights
-/// beyond f32.
+/// [`Error::Elements`] for activations or scales of another number of inputs, [`Error::Value`] for scales that are not
+/// finite and positive, [`Error::NonFinite`] for scaled weights beyond f32.
 pub fn awq_scaled(
     weights: Matrix<'_>,
     activations: Matrix<'_>,
@@ -113,6 +111,11 @@ pub fn awq_scaled(
 ) -> Result<QuantizedLinear> {
     check_columns(weights, activations)?;
     check_elements("the list of scales", scales.len(), weights.columns(), || weights.shape().to_string())?;
+    // Inputs are divided by them.
+    if let Some(index) = scales.iter().position(|&scale| !(scale.is_finite() && scale > 0.0)) {
+        let (given, allowed) = (scales[index].to_string(), "finite numbers above 0".into());
+        return Err(Error::Value { what: "the scale of input", index, given, allowed });
+    }
     let scaled = scaled(weights, scales);
     let scaled = Matrix::new(weights.rows(), weights.columns(), &scaled)?;
     match options.clip {

@@ -23,8 +23,8 @@ pub struct GptqOptions {
     pub grid: Grid,
     /// In which order columns are rounded.
     pub order: ColumnOrder,
-    /// What is added to the diagonal of H, as a fraction of its mean. It is multiplied by 10, up to 1, while H has no
-    /// Cholesky factor.
+    /// What is added to the diagonal of H, as a fraction of its mean over the inputs that were not always 0. It is
+    /// multiplied by 10, up to 1, while H has no Cholesky factor.
     pub damping: f64,
     /// What happens to weights that have moved out of their group's range.
     pub out_of_range: OutOfRange,
@@ -41,8 +41,8 @@ pub enum Shrinkage {
     /// All, as in the published program.
     Never,
     /// 1 - λ of them. λ is the expected square of what is chance over the square of what was seen, summed over all
-    /// pairs of inputs (Schäfer and Strimmer 2005), for tokens of a normal distribution: `λ = Σ (1 + r²) / (T · Σ r²)`
-    /// with the correlations r of the T tokens. It tends to 0 with many tokens.
+    /// pairs of inputs that were not always 0 (Schäfer and Strimmer 2005), for tokens of a normal distribution:
+    /// `λ = Σ (1 + r²) / (T · Σ r²)` with the correlations r of the T tokens. It tends to 0 with many tokens.
     ByTokens,
 }
 
@@ -142,16 +142,18 @@ impl Prepared {
             return Err(Error::NonFinite { what: "the Hessian's diagonal", index, given: diagonal[index] });
         }
         let dead: Vec<bool> = diagonal.iter().map(|&x| x == 0.0).collect();
-        diagonal.iter_mut().filter(|x| **x == 0.0).for_each(|x| *x = 1.0);
         let mut order: Vec<u32> = (0..n as u32).collect();
         if options.order == ColumnOrder::Activations {
             order.sort_by(|&a, &b| diagonal[b as usize].total_cmp(&diagonal[a as usize]));
         }
+        // Dead inputs have no part in what the others get, so that a factor of H changes nothing.
+        let live = dead.iter().filter(|&&dead| !dead).count();
+        let mean = if live == 0 { 1.0 } else { diagonal.iter().sum::<f64>() / live as f64 };
+        diagonal.iter_mut().filter(|x| **x == 0.0).for_each(|x| *x = mean);
         let kept = match options.shrinkage {
             Shrinkage::Never => 1.0,
-            Shrinkage::ByTokens => 1.0 - hessian.chance(&diagonal),
+            Shrinkage::ByTokens => 1.0 - hessian.chance(&diagonal, live),
         };
-        let mean = diagonal.iter().sum::<f64>() / n as f64;
         let mut damping = options.damping;
         loop {
             let mut matrix = vec![0.0; n * n];

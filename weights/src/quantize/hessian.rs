@@ -17,7 +17,8 @@ const ROWS: usize = 512;
 
 /// `H = Xᵀ · X` `[K, K]` in f64, over all tokens added so far. It takes 8·K² bytes, whatever the number of tokens.
 ///
-/// GPTQ's H is 2·XᵀX over the number of tokens. The factor changes nothing: damping is relative to the diagonal.
+/// GPTQ's H is 2·XᵀX over the number of tokens. The factor changes nothing: damping is relative to the mean diagonal of
+/// the inputs that were not always 0.
 #[derive(Clone, Debug)]
 pub struct Hessian {
     inputs: usize,
@@ -79,16 +80,17 @@ impl Hessian {
         self.lower[i.max(j) * self.inputs + i.min(j)]
     }
 
-    /// The part of the moments between different inputs that is chance, 0 to 1, for a diagonal without zeros: see
-    /// [`Shrinkage::ByTokens`](super::Shrinkage::ByTokens).
-    pub(super) fn chance(&self, diagonal: &[f64]) -> f64 {
+    /// The part of the moments between different inputs that is chance, 0 to 1: see
+    /// [`Shrinkage::ByTokens`](super::Shrinkage::ByTokens). `live` inputs were not always 0. The others may have any
+    /// positive number in the diagonal.
+    pub(super) fn chance(&self, diagonal: &[f64], live: usize) -> f64 {
         let n = self.inputs;
         let of_row = |(i, row): (usize, &[f64])| {
             let squares = row[..i].iter().zip(diagonal).map(|(x, of_column)| x * x / of_column);
             squares.sum::<f64>() / diagonal[i]
         };
         let squares: f64 = self.lower.par_chunks_exact(n).enumerate().map(of_row).collect::<Vec<_>>().iter().sum();
-        let pairs = (n * (n - 1) / 2) as f64;
+        let pairs = (live * live.saturating_sub(1) / 2) as f64;
         if squares == 0.0 { 1.0 } else { ((pairs + squares) / (self.tokens as f64 * squares)).min(1.0) }
     }
 }

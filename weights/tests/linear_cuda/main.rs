@@ -12,7 +12,7 @@ use cudarc::driver::CudaStream;
 use kvpack_device::ElementType;
 use kvpack_device::cuda::driver::open_context;
 use kvpack_device::cuda::{KernelCache, Kernels, Tensor, cudarc};
-use kvpack_weights::conformance::{Check, Kind, LayerCase, ScaleKind, checks};
+use kvpack_weights::conformance::{Check, InputOrder, Kind, LayerCase, ScaleKind, checks};
 use kvpack_weights::cuda::{Cuda, Linear};
 use kvpack_weights::{Bits, Error, MOST_ROWS, Path};
 use pollster::block_on;
@@ -108,7 +108,8 @@ fn products_of_many_rows() {
         }
         check(LayerCase { bits, outputs: 2048, inputs: 256, rows: 1300, y: ElementType::Bf16, ..PLAIN });
     }
-    // Three blocks that share 256 rows, and those of twice as many, which do not all run at once. More tiles than blocks.
+    // Three blocks that share 256 rows, and those of twice as many, which do not all run at once. More tiles than
+    // blocks.
     check(LayerCase { outputs: 5120, inputs: 13824, rows: 512, y: ElementType::F16, ..PLAIN });
     check(LayerCase { outputs: 5120, inputs: 4096, rows: 256, y: ElementType::F16, ..PLAIN });
     check(LayerCase { outputs: 2048, inputs: 256, rows: 2100, ..PLAIN });
@@ -134,6 +135,16 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(refused(&x, 3, &y), Error::Device(kvpack_device::Error::Elements { .. })));
     assert!(matches!(refused(&x, 2, &y.slice(0, 23).unwrap()), Error::Device(kvpack_device::Error::Elements { .. })));
     assert!(matches!(refused(&x.slice(1, 256).unwrap(), 1, &y), Error::Device(kvpack_device::Error::Buffer { .. })));
+    // Outputs among the activations, and behind them.
+    let whole = zeroed(512 + 24, ElementType::F16);
+    let part = |first, elements| whole.slice(first, elements).unwrap();
+    let shared = refused(&part(0, 512), 2, &part(510, 24));
+    assert!(matches!(shared, Error::Device(kvpack_device::Error::Buffer { what: "the outputs", .. })), "{shared}");
+    assert!(linear.bind(&on.kernels, &part(0, 512), 2, &part(512, 24)).is_ok());
+    // They may lie there where the activations are copied first.
+    let ordered = LayerCase { order: InputOrder::ByActivation, ..PLAIN }.layer().unwrap();
+    let ordered = Linear::upload(&on.stream, &ordered).unwrap();
+    assert!(ordered.bind(&on.kernels, &part(0, 512), 2, &part(510, 24)).is_ok());
     let weights = |tensor: &Tensor| linear.dequantize_weights(&on.kernels, tensor).unwrap_err();
     let of_f32 = zeroed(12 * 256, ElementType::F32);
     assert!(matches!(weights(&of_f32), Error::Device(kvpack_device::Error::Buffer { .. })));

@@ -17,8 +17,8 @@ use crate::round_trips::fast;
 pub struct Stored(pub String, pub Dtype, pub Vec<usize>, pub Vec<u8>);
 
 /// A safetensors file.
-pub fn file(tensors: &[Stored]) -> Vec<u8> {
-    let views = tensors.iter().map(|Stored(name, dtype, shape, bytes)| {
+pub fn file<'a>(tensors: impl IntoIterator<Item = &'a Stored>) -> Vec<u8> {
+    let views = tensors.into_iter().map(|Stored(name, dtype, shape, bytes)| {
         (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
     });
     safetensors::serialize(views, None).unwrap()
@@ -195,17 +195,44 @@ fn configurations_are_understood_or_refused() {
         let groups = json!({"group_0": {"weights": weights}});
         json!({"quant_method": "compressed-tensors", "format": format, "config_groups": groups})
     };
-    let wanted = Scheme::CompressedTensors { bits: Bits::Four, group, symmetric: false };
-    assert_eq!(parsed(compressed("pack-quantized", &weights)).unwrap(), wanted);
+    let ordered = |order: Value| {
+        let mut weights = weights.clone();
+        weights["actorder"] = order;
+        compressed("pack-quantized", &weights)
+    };
+    let wanted = Scheme::CompressedTensors { bits: Bits::Four, group, symmetric: false, act_order: false };
+    for order in [Value::Null, "weight".into(), "static".into(), false.into()] {
+        assert_eq!(parsed(ordered(order)).unwrap(), wanted);
+    }
+    for order in [Value::from("group"), "Dynamic".into(), true.into()] {
+        assert!(matches!(parsed(ordered(order)).unwrap(), Scheme::CompressedTensors { act_order: true, .. }));
+    }
+    let sound = [
+        json!({"bits": 4, "group_size": 128}),
+        json!({"quant_method": "awq", "bits": 4, "group_size": 128}),
+        compressed("pack-quantized", &weights),
+    ];
+    for of_method in sound {
+        for key in ["rotation", "transform_config", "rotation_config", "spinquant_config"] {
+            for (value, is_read) in
+                [(Value::Null, true), ("".into(), true), (json!({}), true), ("hadamard".into(), false)]
+            {
+                let mut configuration = of_method.clone();
+                configuration[key] = value;
+                let scheme = parsed(configuration.clone());
+                assert_eq!(scheme.is_ok(), is_read, "{configuration}");
+                assert!(is_read || scheme.unwrap_err().to_string().contains(key), "{configuration}");
+            }
+        }
+    }
     let mut other = compressed("pack-quantized", &weights);
     other["config_groups"]["group_1"] = json!({"weights": {"num_bits": 8, "strategy": "channel"}});
     let mut rotated = compressed("pack-quantized", &weights);
-    rotated["transform_config"] = json!({});
-    assert_eq!(parsed(rotated.clone()).unwrap(), wanted);
     rotated["transform_config"] = json!({"config_groups": {"u": {"type": "hadamard"}}});
     for (refused, why) in [
         (other, "config_groups"),
         (rotated, "transform_config"),
+        (ordered("rows".into()), "actorder"),
         (compressed("int-quantized", &weights), "format"),
         (compressed("pack-quantized", &json!({"num_bits": 4, "type": "float", "strategy": "channel"})), "type"),
         (compressed("pack-quantized", &json!({"num_bits": 4, "strategy": "block"})), "strategy"),
@@ -238,6 +265,96 @@ fn the_version_may_be_in_the_other_file() {
     let quantize = folder.path().join("quantize_config.json");
     fs::write(&quantize, json!({"bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"}).to_string()).unwrap();
     assert_eq!(Checkpoint::open(folder.path()).unwrap().layer("l").unwrap(), linear);
+    // So may a rotation.
+    let rotated = json!({"bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2", "rotation": "random"});
+    fs::write(&quantize, rotated.to_string()).unwrap();
+    let refused = Checkpoint::open(folder.path()).err().unwrap();
+    assert!(refused.to_string().contains("'rotation'"), "{refused}");
+    fs::remove_file(&quantize).unwrap();
+    for key in ["rotation_config", "spinquant_config"] {
+        let mut config = config.clone();
+        config[key] = json!({"hadamard_type": "hadamard"});
+        fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        let refused = Checkpoint::open(folder.path()).err().unwrap();
+        assert!(refused.to_string().contains(key), "{refused}");
+    }
+}
+
+/// With an index, or with other tensor files, readers would take other weights than those that were written.
+#[test]
+fn a_folder_takes_one_checkpoint() {
+    let linear = symmetric(Bits::Four, 5);
+    let mut new = NewCheckpoint::new(WrittenFormat::GptqV2, GroupSize::Inputs(32));
+    new.add_layer("l", &linear).unwrap();
+    for other in ["model.safetensors.index.json", "model-00001-of-00002.safetensors"] {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join(other), "{}").unwrap();
+        let refused = new.write(folder.path(), &Value::Null);
+        assert!(matches!(&refused, Err(Error::Config { reason, .. }) if reason.contains(other)), "{refused:?}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "{other}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("model.safetensors"), "older").unwrap();
+    new.write(folder.path(), &Value::Null).unwrap();
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().layer("l").unwrap(), linear);
+}
+
+/// A `g_idx` of zeros is none without act-order, and a mistake with it.
+#[test]
+fn an_index_of_zeros_is_none() {
+    for (size, act_order, is_read) in [(32, false, true), (32, true, false), (64, true, true)] {
+        let group = GroupSize::Inputs(size);
+        let linear = random_layer(Bits::Four, LinearShape::new(32, 64).unwrap(), group, false, 6);
+        let mut tensors = gptq_tensors("l", &linear, StoredZeros::Plain);
+        tensors[3].3.fill(0);
+        let config = json!({"bits": 4, "group_size": size, "checkpoint_format": "gptq_v2", "sym": false,
+            "desc_act": act_order});
+        let read = Checkpoint::from_bytes(vec![file(&tensors)], &config).unwrap().layer("l");
+        match is_read {
+            true => assert_eq!(read.unwrap(), linear),
+            false => assert!(matches!(read, Err(Error::Layer { .. })), "{read:?}"),
+        }
+    }
+    // It is not written either.
+    let linear = symmetric(Bits::Four, 7);
+    let groups = Groups::indexed(linear.shape(), GroupSize::Inputs(32), vec![0; 64]).unwrap();
+    let (scales, zeros) = (linear.scales().to_vec(), linear.zeros().to_vec());
+    let odd = QuantizedLinear::new(linear.codes().clone(), groups, scales, zeros).unwrap();
+    assert!(matches!(gptq::pack(&odd, StoredZeros::Plain), Err(Error::Format { .. })));
+}
+
+/// compressed-tensors: "group" needs an index, and an index with a -1 says that groups are in order.
+#[test]
+fn compressed_groups_along_activations_need_an_index() {
+    let linear = symmetric(Bits::Four, 8);
+    let floats = linear.scales().iter().flat_map(|x| x.to_le_bytes()).collect();
+    let words = linear.codes().words().iter().flat_map(|word| word.to_le_bytes()).collect();
+    let sound = [
+        Stored("l.weight_packed".into(), Dtype::I32, vec![32, 8], words),
+        Stored("l.weight_scale".into(), Dtype::F32, vec![32, 2], floats),
+        Stored(
+            "l.weight_shape".into(),
+            Dtype::I64,
+            vec![2],
+            [32i64, 64].iter().flat_map(|x| x.to_le_bytes()).collect(),
+        ),
+    ];
+    let read = |order: &str, index: Option<[i32; 64]>| {
+        let index = index.map(|index| index.iter().flat_map(|group| group.to_le_bytes()).collect());
+        let index = index.map(|bytes| Stored("l.weight_g_idx".into(), Dtype::I32, vec![64], bytes));
+        let tensors: Vec<&Stored> = sound.iter().chain(&index).collect();
+        let weights = json!({"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": order});
+        let config = json!({"quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": weights}}});
+        Checkpoint::from_bytes(vec![file(tensors)], &config).unwrap().layer("l")
+    };
+    let alternating = std::array::from_fn(|input| input as i32 % 2);
+    assert!(read("group", Some(alternating)).unwrap().groups().index().is_some());
+    assert!(matches!(read("group", None), Err(Error::Tensor { .. })));
+    for (order, index) in [("weight", None), ("weight", Some([-1; 64])), ("group", Some([-1; 64]))] {
+        assert_eq!(read(order, index).unwrap(), linear, "{order} {index:?}");
+    }
+    assert!(matches!(read("group", Some([-2; 64])), Err(Error::Layer { .. })));
 }
 
 /// The zeros of `gemv_fast` have the name of AutoAWQ, or that of llm-awq.

@@ -2,7 +2,8 @@
 
 use kvpack_weights::checkpoint::{NewCheckpoint, WrittenFormat};
 use kvpack_weights::format::gptq::StoredZeros;
-use kvpack_weights::{Bits, Checkpoint, Error, GroupSize, LinearShape, QuantizedLinear};
+use kvpack_weights::format::{Table, gptq};
+use kvpack_weights::{Bits, Checkpoint, Error, GroupSize, Groups, LinearShape, QuantizedLinear};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
@@ -61,7 +62,7 @@ fn headers_that_promise_too_much() {
 #[test]
 fn absurd_shapes_of_empty_tensors() {
     let huge = usize::MAX / 64;
-    for [rows, columns] in [[0, huge], [huge, 0], [0, 0], [0, 8], [8, 0]] {
+    for [rows, columns] in [[0, huge], [huge, 0], [0, usize::MAX], [usize::MAX, 0], [0, 0], [0, 8], [8, 0]] {
         for part in ["qweight", "qzeros", "scales"] {
             let mut tensors = gptq_tensors("l", &layer(), StoredZeros::Plain);
             let tensor = tensors.iter_mut().find(|tensor| tensor.0.ends_with(part)).unwrap();
@@ -70,6 +71,8 @@ fn absurd_shapes_of_empty_tensors() {
             assert!(matches!(refused, Err(Error::Layer { .. })), "{part} {rows} {columns}: {refused:?}");
         }
     }
+    let empty = Table::new(0, usize::MAX, Vec::new()).unwrap();
+    assert_eq!(gptq::stored_zeros_of_symmetric(&empty, Bits::Four), None);
     for (method, part) in [("gemm", "qweight"), ("gemv", "qweight"), ("gemv_fast", "qweight")] {
         for shape in [vec![0, huge], vec![huge, 0], vec![4, 0]] {
             let dtype = if method == "gemv_fast" { Dtype::I16 } else { Dtype::I32 };
@@ -176,6 +179,17 @@ fn what_formats_cannot_store() {
     assert!(matches!(new.add_dense("d", &[3], &[1.0]), Err(Error::Elements { .. })));
     let empty = NewCheckpoint::new(WrittenFormat::GptqV2, group);
     assert!(matches!(empty.write(std::path::Path::new("."), &Value::Null), Err(Error::Config { .. })));
+}
+
+#[test]
+fn groups_of_another_layer() {
+    let linear = layer();
+    for inputs in [32, 96] {
+        let groups = Groups::in_order(LinearShape::new(32, inputs).unwrap(), GroupSize::Inputs(inputs / 2));
+        let (scales, zeros) = (linear.scales().to_vec(), linear.zeros().to_vec());
+        let refused = QuantizedLinear::new(linear.codes().clone(), groups, scales, zeros);
+        assert!(matches!(refused, Err(Error::Elements { needed: 64, .. })), "{inputs}: {refused:?}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use kvpack_weights::quantize::{
     AwqOptions, Clip, ColumnOrder, GptaqOptions, GptqOptions, Grid, Hessian, Matrix, OutOfRange, PairedHessian,
-    ScaleType, Shrinkage, Symmetry, awq, gptaq, gptq, round_to_nearest,
+    ScaleType, Shrinkage, Symmetry, awq, awq_scaled, gptaq, gptq, round_to_nearest,
 };
 use kvpack_weights::{Bits, Error, GroupSize, QuantizedLinear};
 
@@ -348,8 +348,8 @@ fn damping_grows_until_there_is_a_factor() {
     assert!(matches!(refused, Err(Error::Value { .. })), "{refused:?}");
 }
 
-/// With fewer tokens than inputs, what inputs share by chance is not made up for: other tokens of the same kind lose less.
-/// With many tokens it changes next to nothing.
+/// With fewer tokens than inputs, what inputs share by chance is not made up for: other tokens of the same kind lose
+/// less. With many tokens it changes next to nothing.
 #[test]
 fn chance_is_not_made_up_for() {
     let inputs = 256;
@@ -384,6 +384,54 @@ fn dead_inputs_get_no_weight() {
     let weights = quantized.linear.dequantize::<f32>();
     let is_dead = |at: usize| [4, 17].contains(&(at % 40));
     assert!(weights.iter().enumerate().all(|(at, &w)| w.is_finite() && (!is_dead(at) || w == 0.0)));
+}
+
+/// Dead inputs change nothing for the others: not with activations in another unit, and not if they are left out.
+#[test]
+fn dead_inputs_change_no_other() {
+    let mut case = Case::new(4, 40, 30, 23);
+    let is_dead = |at: usize| at % 5 == 1;
+    let dead = |(at, _): &(usize, &mut f32)| is_dead(*at);
+    case.activations.iter_mut().enumerate().filter(dead).for_each(|(_, x)| *x = 0.0);
+    case.weights.iter_mut().enumerate().filter(dead).for_each(|(_, w)| *w = 0.0);
+    let live = |values: &[f32]| {
+        let live = values.iter().enumerate().filter(|(at, _)| !is_dead(*at));
+        live.map(|(_, &x)| x).collect::<Vec<f32>>()
+    };
+    let others = Case { inputs: 32, weights: live(&case.weights), activations: live(&case.activations), ..case };
+    for (order, shrinkage, group) in [
+        (ColumnOrder::Natural, Shrinkage::Never, GroupSize::Row),
+        (ColumnOrder::Natural, Shrinkage::ByTokens, GroupSize::Row),
+        (ColumnOrder::Activations, Shrinkage::ByTokens, GroupSize::Row),
+        (ColumnOrder::Activations, Shrinkage::Never, GroupSize::Inputs(6)),
+    ] {
+        let grid = grid(Bits::Four, group, Symmetry::Asymmetric);
+        let options = GptqOptions { order, shrinkage, ..GptqOptions::new(grid) };
+        let quantized = |case: &Case| gptq(case.w(), &case.hessian(), &options).unwrap().linear.dequantize::<f32>();
+        let of_all = quantized(&case);
+        if group == GroupSize::Row {
+            assert_eq!(live(&of_all), quantized(&others), "{order:?} {shrinkage:?}");
+        }
+        for factor in [1.0 / 4096.0, 4096.0] {
+            let activations = case.activations.iter().map(|x| x * factor).collect();
+            let scaled = Case { weights: case.weights.clone(), activations, ..case };
+            assert_eq!(quantized(&scaled), of_all, "{order:?} {shrinkage:?} {factor}");
+        }
+    }
+}
+
+#[test]
+fn scales_of_inputs_are_positive() {
+    let case = Case::new(2, 8, 10, 29);
+    let grid = grid(Bits::Four, GroupSize::Row, Symmetry::Asymmetric);
+    for clip in [Clip::Never, Clip::Searched] {
+        for scale in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY] {
+            let mut scales = [1.0; 8];
+            scales[3] = scale;
+            let refused = awq_scaled(case.w(), case.x(), &scales, &AwqOptions { grid, clip });
+            assert!(matches!(refused, Err(Error::Value { index: 3, .. })), "{scale}: {refused:?}");
+        }
+    }
 }
 
 /// Groups of zeros, of one sign and of tiny weights have finite scales, and scales in f16 are those that are stored.
