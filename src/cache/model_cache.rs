@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::budget::Budget;
 use super::change::Change;
+use super::generation::Generation;
 use super::layers::{LayerGroup, Members};
 use super::prompt::check_spans;
 use super::step::NewTokens;
@@ -60,6 +61,8 @@ pub struct ModelCache<B: Backend> {
     pub(super) layers: Vec<(usize, usize)>,
     pub(super) budget: Budget,
     pub(super) step: Option<Step<B::Indices>>,
+    /// Of every sequence.
+    pub(super) generations: Vec<Generation>,
 }
 
 /// A step that is open.
@@ -109,7 +112,8 @@ impl<B: Backend + Clone> ModelCache<B> {
             LayerGroup::new(backend.clone(), kind.0, kind.1.clone(), sequences, members)
         };
         let groups = kinds.into_iter().zip(numbers).map(of_kind).collect::<Result<Vec<_>>>()?;
-        Ok(Self { groups, layers: places, budget: Budget::default(), step: None })
+        let generations = vec![Generation::default(); sequences];
+        Ok(Self { groups, layers: places, budget: Budget::default(), step: None, generations })
     }
 }
 

@@ -1,6 +1,7 @@
 //! Changes to the sequences of a [`ModelCache`] between its steps, in all layers alike.
 
 use super::ModelCache;
+use super::generation::ContentChange;
 use super::layer_reads::StoredSpan;
 use super::reserve::Asked;
 use crate::backend::{Backend, FlaggedToken};
@@ -57,6 +58,7 @@ impl<B: Backend> ModelCache<B> {
     pub fn clear(&mut self, sequence: usize) -> Result<()> {
         self.check_no_step()?;
         self.groups.iter_mut().try_for_each(|group| group.page_tables.clear(sequence))?;
+        self.note_change(sequence, ContentChange::Cleared);
         self.join_layers();
         Ok(())
     }
@@ -69,7 +71,9 @@ impl<B: Backend> ModelCache<B> {
     pub fn fork(&mut self, source: usize, target: usize) -> Result<()> {
         self.check_no_step()?;
         // The lengths of a sequence are the same in all layers, so the first layer refuses whatever any would.
-        self.groups.iter_mut().try_for_each(|group| group.page_tables.fork(source, target))
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.fork(source, target))?;
+        self.note_fork(source, target);
+        Ok(())
     }
 
     /// Removes the newest tokens of a sequence in all layers: see [`KvCache::truncate`](super::KvCache::truncate).
@@ -79,7 +83,11 @@ impl<B: Backend> ModelCache<B> {
     /// changed.
     pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
         self.check_truncate(sequence, length)?;
+        let is_shorter = length < self.length(sequence)?;
         self.groups.iter_mut().try_for_each(|group| group.page_tables.truncate(sequence, length))?;
+        if is_shorter {
+            self.note_change(sequence, ContentChange::Truncated(length));
+        }
         self.join_layers();
         Ok(())
     }
@@ -100,7 +108,9 @@ impl<B: Backend> ModelCache<B> {
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Plan`] when a step is open.
     pub fn forget(&mut self, sequence: usize, positions: TokenRange) -> Result<()> {
         self.check_no_step()?;
-        self.groups.iter_mut().try_for_each(|group| group.page_tables.forget(sequence, positions))
+        self.groups.iter_mut().try_for_each(|group| group.page_tables.forget(sequence, positions))?;
+        self.note_change(sequence, ContentChange::Forgot(positions.start(), positions.end()));
+        Ok(())
     }
 
     /// The contents of a sequence in a layer, as dense f32 rows: see

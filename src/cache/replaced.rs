@@ -3,6 +3,7 @@
 use super::ModelCache;
 use super::change::Change;
 use super::decided::DecidedLayer;
+use super::generation::ContentChange;
 use super::layers::LayerGroup;
 use super::observed::DenseLayer;
 use super::reserve::Asked;
@@ -111,6 +112,9 @@ impl<B: Backend + Clone> ModelCache<B> {
 
     /// Commits a change, or rolls it back.
     pub(crate) fn close_replaced(&mut self, replaced: Replaced<B>, commits: bool) {
+        if commits {
+            self.note_change(replaced.sequence, ContentChange::CompressedAgain);
+        }
         self.close_all(replaced.changes, commits);
     }
 }

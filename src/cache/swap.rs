@@ -2,6 +2,7 @@
 
 use super::budget::Budget;
 use super::change::Change;
+use super::generation::ContentChange;
 use super::layers::LayerGroup;
 use super::reserve::{Asked, reserve};
 use super::room::Lease;
@@ -188,8 +189,9 @@ impl<B: Backend + Clone> ModelCache<B> {
         self.part_layers(|group| apart.contains(&group.numbers()[0]));
         let parts = swapped.parts_of(&self.groups)?;
         let restored = swap_in(&mut self.groups, sequence, &parts, self.budget).await;
-        if restored.is_err() {
-            self.join_layers();
+        match restored {
+            Ok(()) => self.note_change(sequence, ContentChange::SwappedIn),
+            Err(_) => self.join_layers(),
         }
         restored
     }

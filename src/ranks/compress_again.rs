@@ -1,6 +1,7 @@
 //! Sequences that ranks compress again after they have grown.
 
 use super::context_parallel::ContextParallel;
+use super::purpose::Purpose;
 use super::statistics::{KeysOfRank, SharedSize, SharedStatistics, from_halves, to_halves};
 use super::transport::{TensorOf, Transport};
 use crate::backend::{Backend, Device, KeptAndEvicted, TensorRows, TokenSelection};
@@ -30,8 +31,12 @@ where
     /// # Errors
     /// [`Error::Sequence`] when there is no such sequence, [`Error::Transport`].
     pub async fn appended(&mut self, sequence: usize) -> Result<usize> {
+        self.appended_on_all(Purpose::Appended, sequence).await
+    }
+
+    async fn appended_on_all(&mut self, purpose: Purpose, sequence: usize) -> Result<usize> {
         let mine = self.cache.appended(sequence)?;
-        let of_ranks = self.gather_numbers(&[mine as u64]).await?;
+        let of_ranks = self.gather_numbers(purpose, &[mine as u64]).await?;
         Ok(of_ranks.iter().flatten().copied().min().map_or(mine, |least| mine.min(least as usize)))
     }
 
@@ -41,7 +46,7 @@ where
     /// # Errors
     /// As [`ContextParallel::appended`].
     pub async fn compression_due(&mut self, sequence: usize, every: usize) -> Result<bool> {
-        Ok(self.appended(sequence).await? >= every.max(1))
+        Ok(self.appended_on_all(Purpose::CompressionDue, sequence).await? >= every.max(1))
     }
 
     /// Compresses a sequence again, to the policy's budget for its present length:
@@ -61,7 +66,7 @@ where
         spans: &Spans,
         queries: &[MeasuredQueries<'_, TensorOf<T>>],
     ) -> Result<Selection> {
-        let appended = self.appended(sequence).await?;
+        let appended = self.appended_on_all(Purpose::Held, sequence).await?;
         let rows = self.cache.check_queries(appended, policy, queries)?;
         let held = self.held_by_ranks(sequence).await?;
         let mut statistics = Vec::new();
@@ -81,7 +86,7 @@ where
             kept.push(of_layer);
         }
         let opened = self.cache.open_replaced(sequence, &parts).await;
-        let agreed = self.agree("room for kept tokens", opened.as_ref().map(|_| ()).map_err(Clone::clone)).await;
+        let agreed = self.agree(Purpose::KeptRoom, opened.as_ref().map(|_| ()).map_err(Clone::clone)).await;
         let replaced = match (opened, agreed) {
             (Ok(replaced), Ok(())) => replaced,
             (Ok(replaced), Err(error)) => {
@@ -93,18 +98,16 @@ where
         let written = self.replace_layers((sequence, &replaced), policy, &held, &places).await;
         self.cache.close_replaced(replaced, written.is_ok());
         written?;
-        self.compressions[sequence] += 1;
         Selection::new(kept)
     }
 
     /// What every rank holds of a sequence, layer by layer.
     async fn held_by_ranks(&mut self, sequence: usize) -> Result<Vec<HeldLayer>> {
-        const WHAT: &str = "positions of a sequence";
         let mine = self.cache.held(sequence).await;
-        self.agree(WHAT, mine.as_ref().map(|_| ()).map_err(Clone::clone)).await?;
+        self.agree(Purpose::Held, mine.as_ref().map(|_| ()).map_err(Clone::clone)).await?;
         let mine = mine?;
         let counts: Vec<u64> = mine.layers().iter().map(|layer| layer.count() as u64).collect();
-        let of_ranks = self.gather_numbers(&counts).await?;
+        let of_ranks = self.gather_numbers(Purpose::Held, &counts).await?;
         let mut held = Vec::with_capacity(counts.len());
         for (number, layer) in mine.layers().iter().enumerate() {
             let counts: Vec<usize> = of_ranks.iter().map(|counts| counts[number] as usize).collect();
@@ -115,10 +118,10 @@ where
             }
             let (heads, most) = (layer.kv_heads(), counts.iter().copied().max().unwrap_or(0));
             let elements = heads.saturating_mul(most).saturating_mul(2);
-            let mut positions = filled(WHAT, elements, 0.0f32)?;
+            let mut positions = filled(Purpose::Held.what(), elements, 0.0f32)?;
             let places = positions.as_chunks_mut::<2>().0.iter_mut();
             places.zip(layer.indices()).for_each(|(to, position)| *to = to_halves(position));
-            let all = self.gather_floats(WHAT, Ok(positions), elements).await?;
+            let all = self.gather_floats(Purpose::Held, Ok(positions), elements).await?;
             let of_rank = |(all, &count): (&Vec<f32>, &usize)| {
                 let all: Vec<u32> = all.as_chunks::<2>().0.iter().map(from_halves).collect();
                 let of_heads = (0..heads).map(|head| all[head * count..][..count].to_vec());
@@ -207,10 +210,10 @@ where
                 Err(error) => Err(Error::clone(error)),
             };
             let elements = rows_elements(&shape, wanted.count()).saturating_mul(2);
-            let all = self.sum_floats("rows of kept tokens", mine, elements).await?;
+            let all = self.sum_floats(Purpose::KeptRows, mine, elements).await?;
             written = self.write_part(&shape, (layer, replaced), (places, policy), &all).await;
         }
-        self.agree("tokens to keep", written).await
+        self.agree(Purpose::KeptAgain, written).await
     }
 
     /// The wanted rows of a layer, keys and then values, `[kv_heads, wanted, head_dim]`: those that this rank holds,

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::agreement::agree;
+use super::purpose::Purpose;
 use super::transport::{StateExchange, TensorOf, Transport};
 use super::{Placement, RankShare};
 use crate::backend::{AttentionStates, Backend};
@@ -19,8 +21,9 @@ use crate::{Error, Result};
 /// of a [`ModelCache`]. What attention returns is the same on all ranks, bit for bit, and that of all tokens.
 ///
 /// Calls that attend, and those that say so, exchange something and wait for the other ranks. All others work on the
-/// rank alone. See [`Transport`] for what happens when a rank fails: the step is abandoned, and
-/// [`rejoin`](ContextParallel::rejoin) goes on with a new transport.
+/// rank alone. Ranks that wait for each other in different calls return [`Error::Transport`], which names the calls if
+/// they exchange as much; calls that attend are not compared. See [`Transport`] for what happens when a rank fails: the
+/// step is abandoned, and [`rejoin`](ContextParallel::rejoin) goes on with a new transport.
 ///
 /// ```
 /// use std::time::Duration;
@@ -67,23 +70,12 @@ where
     pub(super) transport: T,
     /// Room for the states of all ranks, by shape, and its rows.
     rooms: Vec<StateRoom<TensorOf<T>>>,
-    /// How often every sequence was compressed again. Ranks that differ hold different tokens at the same length.
-    pub(super) compressions: Vec<u64>,
 }
 
 struct StateRoom<T> {
     shape: AttentionShape,
     rows: usize,
     gathered: AttentionStates<T>,
-}
-
-/// What ranks have after they have found each other again.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Rejoined {
-    /// Sequences that some ranks had committed more tokens of than others, and that lost these tokens everywhere.
-    pub truncated: Vec<usize>,
-    /// Sequences that no common length could be found for. They are empty now.
-    pub lost: Vec<usize>,
 }
 
 impl<T: Transport> ContextParallel<T>
@@ -112,9 +104,9 @@ where
         let cache = ModelCache::new(transport.backend(), &layers, sequences).and_then(|cache| cache.with_share(share));
         // The others learn of an error here, and wait for nobody later.
         let mut transport = transport;
-        let agreed = super::agreement::agree(&mut transport, "caches of ranks", cache.as_ref().map(|_| ()));
+        let agreed = agree(&mut transport, Purpose::Caches, cache.as_ref().map(|_| ()));
         agreed.await?;
-        Ok(Self { cache: cache?, transport, rooms: Vec::new(), compressions: vec![0; sequences] })
+        Ok(Self { cache: cache?, transport, rooms: Vec::new() })
     }
 }
 
@@ -175,7 +167,7 @@ where
     /// As [`ModelCache::reserve_for_append`], on this rank or another ([`Error::Plan`] names it); [`Error::Transport`].
     pub async fn reserve_for_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         let reserved = self.cache.reserve_for_append(runs).await;
-        self.agree("room for a step", reserved).await
+        self.agree(Purpose::StepRoom, reserved).await
     }
 
     /// Opens a step that appends these token runs: [`ModelCache::begin_append`]. Works on this rank alone. Runs that
@@ -320,7 +312,7 @@ where
     /// As [`ModelCache::pack_windows`], on this rank or another; [`Error::Transport`]. Ranks that had room have packed.
     pub async fn pack_windows(&mut self, sequence: usize) -> Result<()> {
         let packed = self.cache.pack_windows(sequence).await;
-        self.agree("windows to pack", packed).await
+        self.agree(Purpose::Windows, packed).await
     }
 
     /// Gives an empty sequence the centres of rank `root`, one for each layer, on all ranks:
@@ -337,7 +329,7 @@ where
                 Err(Error::Plan { what: "centre", reason })
             }
         };
-        self.agree("centres", right).await?;
+        self.agree(Purpose::Centres, right).await?;
         for (layer, centre) in centres.iter_mut().enumerate() {
             let shape = *self.cache.shape(layer)?;
             self.transport.broadcast(centre, shape.kv_heads() * shape.head_dim(), root)?;
@@ -345,58 +337,7 @@ where
         self.transport.wait()?;
         let centres: Vec<&TensorOf<T>> = centres.iter().collect();
         let set = self.cache.set_centres(sequence, &centres).await;
-        self.agree("centres", set).await
-    }
-
-    // --- failures --------------------------------------------------------------------------------------------------
-
-    /// Goes on with another transport after [`Error::Transport`]. An open step is abandoned. A rank may have committed
-    /// the last step before the failure and another not: the ranks tell each other how long their sequences are, and
-    /// drop tokens that not all have. A rank that comes with an empty cache, since its process is new, empties the
-    /// sequences of all. Waits for the others.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] when the transport is one of another rank or between other ranks, [`Error::Transport`].
-    pub async fn rejoin(&mut self, transport: T) -> Result<Rejoined> {
-        let (rank, ranks) = (transport.rank(), transport.ranks());
-        if (rank, ranks) != (self.rank(), self.ranks()) {
-            let reason = format!("rank {rank} of {ranks} for rank {} of {}", self.rank(), self.ranks());
-            return Err(Error::Plan { what: "ranks", reason });
-        }
-        self.cache.abandon();
-        self.transport = transport;
-        let sequences = self.cache.sequences();
-        let lengths = (0..sequences).map(|of| self.cache.length(of).map(|length| length as u64));
-        let lengths = lengths.collect::<Result<Vec<_>>>()?;
-        let of_ranks = self.gather_numbers(&[lengths, self.compressions.clone()].concat()).await?;
-        let mut rejoined = Rejoined::default();
-        let mut failed = Vec::with_capacity(sequences);
-        for sequence in 0..sequences {
-            let of_sequence = || of_ranks.iter().map(|lengths| lengths[sequence]);
-            let least = of_sequence().min().unwrap_or(0);
-            let differs = of_sequence().any(|length| length != least);
-            if differs {
-                rejoined.truncated.push(sequence);
-            }
-            let kept = if least == 0 { self.cache.clear(sequence) } else { self.cut(sequence, least as usize) };
-            // A compression that only some ranks committed leaves shares of two different contents.
-            let compressions = || of_ranks.iter().map(|of| of[sequences + sequence]);
-            let most = compressions().max().unwrap_or(0);
-            let parted = least > 0 && compressions().any(|of| of != most);
-            self.compressions[sequence] = most;
-            failed.push(u64::from(kept.is_err() || parted));
-        }
-        let of_ranks = self.gather_numbers(&failed).await?;
-        rejoined.lost = (0..sequences).filter(|&of| of_ranks.iter().any(|failed| failed[of] > 0)).collect();
-        rejoined.truncated.retain(|sequence| !rejoined.lost.contains(sequence));
-        for &sequence in &rejoined.lost {
-            self.cache.clear(sequence)?;
-        }
-        Ok(rejoined)
-    }
-
-    fn cut(&mut self, sequence: usize, length: usize) -> Result<()> {
-        if self.cache.length(sequence)? == length { Ok(()) } else { self.cache.truncate(sequence, length) }
+        self.agree(Purpose::Centres, set).await
     }
 
     // --- parts -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 //! Prompts of which a part stays, spread over ranks.
 
 use super::context_parallel::ContextParallel;
+use super::purpose::Purpose;
 use super::shared_prompt::SharedPrompt;
 use super::transport::{TensorOf, Transport};
 use crate::backend::Backend;
@@ -35,11 +36,11 @@ where
     /// No rank has changed, unless the error is one of the transport.
     pub async fn compress(&mut self, sequence: usize, prompt: &SharedPrompt<T::Backend>) -> Result<Selection> {
         let selected = prompt.select().await;
-        self.agree("choice of a policy", selected.as_ref().map(|_| ()).map_err(Clone::clone)).await?;
+        self.agree(Purpose::Choice, selected.as_ref().map(|_| ()).map_err(Clone::clone)).await?;
         let selection = self.selection_of_first(&selected?).await?;
         let before = self.cache.length(sequence)?;
         let kept = self.cache.keep_observed(sequence, &prompt.observed, &selection).await;
-        self.agree_to_keep(sequence, before, kept).await?;
+        self.agree_to_keep((sequence, before), Purpose::Compressed, kept).await?;
         Ok(selection)
     }
 
@@ -58,15 +59,27 @@ where
     ) -> Result<()> {
         let before = self.cache.length(sequence)?;
         let kept = self.cache.keep_chosen(sequence, prompt, selection).await;
-        self.agree_to_keep(sequence, before, kept).await
+        self.agree_to_keep((sequence, before), Purpose::Kept, kept).await
     }
 
     /// Takes back what this rank kept, if another could not.
-    async fn agree_to_keep(&mut self, sequence: usize, before: usize, kept: Result<()>) -> Result<()> {
+    async fn agree_to_keep(
+        &mut self,
+        (sequence, before): (usize, usize),
+        purpose: Purpose,
+        kept: Result<()>,
+    ) -> Result<()> {
         let has_changed = kept.is_ok();
-        let agreed = self.agree("tokens to keep", kept).await;
+        let agreed = self.agree(purpose, kept).await;
         if agreed.is_err() && has_changed {
-            if before == 0 { self.cache.clear(sequence)? } else { self.cache.truncate(sequence, before)? }
+            // A rank that kept nothing takes nothing back: the sequence has been through the same on both.
+            let generation = self.cache.generation(sequence)?;
+            if before == 0 {
+                self.cache.clear(sequence)?;
+            } else {
+                self.cache.truncate(sequence, before)?;
+            }
+            self.cache.set_generation(sequence, generation);
         }
         agreed
     }
@@ -74,7 +87,7 @@ where
     /// The choice of rank 0, which that of this rank may differ from where its scores were rounded otherwise.
     async fn selection_of_first(&mut self, mine: &Selection) -> Result<Selection> {
         let counts: Vec<u64> = mine.layers().iter().map(|layer| layer.count() as u64).collect();
-        let counts = self.numbers_of_first(&counts).await?;
+        let counts = self.numbers_of_first(Purpose::Choice, &counts).await?;
         // Before anything is sized by them.
         if let Some((layer, count)) = mine.layers().iter().zip(&counts).find(|(of, count)| **count > of.tokens() as u64)
         {
@@ -84,9 +97,8 @@ where
         let of_layers = mine.layers().iter().zip(&counts);
         let numbers = of_layers.clone().map(|(layer, &count)| layer.kv_heads() as u64 * count);
         let mut positions: Vec<u64> = mine.layers().iter().flat_map(LayerSelection::indices).map(u64::from).collect();
-        // One more, so that there is something to send where nothing is kept.
-        positions.resize(numbers.fold(1, u64::saturating_add) as usize, 0);
-        let positions = self.numbers_of_first(&positions).await?;
+        positions.resize(numbers.fold(0, u64::saturating_add) as usize, 0);
+        let positions = self.numbers_of_first(Purpose::Choice, &positions).await?;
         let mut from = positions.iter().map(|&position| saturated(position as usize));
         let of = |(layer, &count): (&LayerSelection, &u64)| {
             let kept = (0..layer.kv_heads()).map(|_| from.by_ref().take(count as usize).collect()).collect();

@@ -1,6 +1,7 @@
 //! Attention statistics of a context whose keys lie on several ranks: every rank measures the keys that it holds.
 
 use super::context_parallel::ContextParallel;
+use super::purpose::Purpose;
 use super::transport::{TensorOf, Transport};
 use crate::backend::{Backend, QueriesAndKeys, RowStatistics, TensorRows, TokenSelection};
 use crate::cache::MeasuredQueries;
@@ -50,7 +51,6 @@ where
         size: SharedSize,
         keys: &[usize],
     ) -> Result<SharedStatistics> {
-        const WHAT: &str = "statistics of attention";
         let head_rows = size.query_heads.saturating_mul(size.rows);
         let rows = match (&part, size.knows_lse) {
             (Ok(part), false) => part.measure_rows(self.transport.backend()).await,
@@ -61,7 +61,7 @@ where
             true => rows,
             false => {
                 let mine = rows.map(|rows| [rows.max, rows.lse].concat());
-                let of_ranks = self.gather_floats(WHAT, mine, head_rows.saturating_mul(2)).await?;
+                let of_ranks = self.gather_floats(Purpose::Statistics, mine, head_rows.saturating_mul(2)).await?;
                 let of_rank = |of: &Vec<f32>| RowStats { max: of[..head_rows].to_vec(), lse: of[head_rows..].to_vec() };
                 sum_partials(&of_ranks.iter().map(of_rank).collect::<Vec<_>>())
             }
@@ -73,7 +73,8 @@ where
             (Ok(part), Ok(rows)) => part.measure_columns(self.transport.backend(), rows, [sums, counts]).await,
             (Err(error), _) | (_, Err(error)) => Err(error.clone()),
         };
-        let of_ranks = self.gather_floats(WHAT, mine, sums.saturating_add(counts.saturating_mul(2))).await?;
+        let of_ranks =
+            self.gather_floats(Purpose::Statistics, mine, sums.saturating_add(counts.saturating_mul(2))).await?;
         let sums_of = |(of, &keys): (&Vec<f32>, &usize)| of[..size.column_rows * keys].to_vec();
         let column_sums = of_ranks.iter().zip(keys).map(sums_of).collect();
         let counts_of = |of: &Vec<f32>| of[sums..].as_chunks::<2>().0.iter().map(from_halves).collect::<Vec<u32>>();

@@ -53,16 +53,23 @@ pub struct StateExchange<'a, T> {
 /// All ranks get the same bits from an all-gather, a broadcast, an all-reduce and a merge of states. The same input
 /// gives the same bits in every run. States are merged in the order of the ranks.
 ///
+/// # Calls that differ
+/// A transport need not notice that ranks call different things. [`ThreadTransport`](super::ThreadTransport) compares
+/// operation, number and type of elements, root and reduction, and returns [`Error::Transport`] on all ranks. The
+/// transports of the CUDA backend, `Peer` and `Nccl`, compare nothing: a rank may wait until its deadline, or return
+/// wrong elements without an error. No transport compares what states belong to.
+/// [`ContextParallel`](super::ContextParallel) sends a number of its call with all else that it exchanges.
+///
 /// # Errors
 /// An argument that does not fit (a tensor too short, a root that is no rank) is refused before anything is sent, with
 /// [`Error::Elements`], [`Error::Buffer`] or [`Error::Plan`]. All ranks pass alike arguments, and so all refuse.
 ///
-/// Everything else is [`Error::Transport`]: a rank that died, is late or called something else, and failures of the
-/// fabric. Every wait has a deadline, on the host and in kernels. A failure may become known after its call returned;
-/// then a later call, [`wait`](Transport::wait) at the latest, returns it. Until `wait` returns without an error, what
-/// the operations wrote may be wrong. After the first such error the transport is lost: every call returns an error at
-/// once, on this rank and within the deadline on the others, and the contents of the tensors that it wrote are not
-/// defined. Other memory of the backend, such as the pages of a cache, is as it was. Ranks go on with new transports.
+/// Everything else is [`Error::Transport`]: a rank that died or is late, and failures of the fabric. Every wait has a
+/// deadline, on the host and in kernels. A failure may become known after its call returned; then a later call,
+/// [`wait`](Transport::wait) at the latest, returns it. Until `wait` returns without an error, what the operations
+/// wrote may be wrong. After the first such error the transport is lost: every call returns an error at once, on this
+/// rank and within the deadline on the others, and the contents of the tensors that it wrote are not defined. Other
+/// memory of the backend, such as the pages of a cache, is as it was. Ranks go on with new transports.
 ///
 /// Dropping a transport tells the others, as far as it can, and never panics or waits longer than the deadline.
 pub trait Transport {

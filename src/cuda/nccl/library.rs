@@ -79,8 +79,6 @@ functions! {
     all_gather = c"ncclAllGather": (*const c_void, *mut c_void, usize, c_int, Communicator, *mut c_void) -> c_int;
     broadcast = c"ncclBroadcast":
         (*const c_void, *mut c_void, usize, c_int, c_int, Communicator, *mut c_void) -> c_int;
-    group_start = c"ncclGroupStart": () -> c_int;
-    group_end = c"ncclGroupEnd": () -> c_int;
     error_string = c"ncclGetErrorString": (c_int) -> *const c_char;
     last_error = c"ncclGetLastError": (Communicator) -> *const c_char;
 }

@@ -23,12 +23,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::attend::merge_parts::{PartsAt, check_f32, merge_parts, merge_parts_at};
+use cudarc::driver::result::memcpy_dtod_async;
+
+use super::attend::merge_parts::{PartsAt, check_f32, merge_parts_at};
 use super::backend::Cuda;
 use super::device::driver::driver_error;
 use super::device::tensor::Tensor;
 use super::rank_end::{RankEnd, check_broadcast, check_gather, check_reduce, is_capturing, pause, wait_for};
-use crate::backend::{AttentionStates, StateParts};
+use crate::backend::AttentionStates;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
 use crate::ranks::{Reduction, StateExchange, Transport};
@@ -38,6 +40,9 @@ use reduce::reduce_parts;
 
 /// How long connecting may take: the ranks start, and load the library.
 const CONNECTING: Duration = Duration::from_secs(60);
+
+/// What a merge of states is called in errors.
+const EXCHANGE: &str = "exchange of states";
 
 /// What names a group of ranks. One rank makes it, and the caller carries it to all.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -86,8 +91,15 @@ pub struct Nccl {
     nccl: &'static Functions,
     communicator: Handle,
     end: RankEnd,
-    /// What is reduced.
-    gathered: Option<Tensor>,
+    rooms: Vec<ReduceRoom>,
+}
+
+/// Room for the elements of all ranks, which an all-reduce gathers before it reduces them.
+#[derive(Debug)]
+struct ReduceRoom {
+    tensor: Tensor,
+    /// Whether a graph may write to it.
+    is_captured: bool,
 }
 
 /// A communicator of NCCL.
@@ -117,7 +129,7 @@ impl Nccl {
         // primary context is current.
         let result = unsafe { (nccl.init_rank)(&mut raw, ranks as c_int, UniqueId(id.0), rank as c_int, &mut config) };
         let communicator = Handle { raw, is_owned: true };
-        let mut joined = Self { backend: backend.clone(), nccl, communicator, end, gathered: None };
+        let mut joined = Self { backend: backend.clone(), nccl, communicator, end, rooms: Vec::new() };
         joined.finish("connecting ranks", result, CONNECTING)?;
         Ok(joined)
     }
@@ -138,7 +150,7 @@ impl Nccl {
         let results = unsafe { [(nccl.user_rank)(communicator, &mut rank), (nccl.count)(communicator, &mut ranks)] };
         let end = RankEnd::new(rank.max(0) as usize, ranks.max(1) as usize, deadline)?;
         let communicator = Handle { raw: communicator, is_owned: false };
-        let mut given = Self { backend: backend.clone(), nccl, communicator, end, gathered: None };
+        let mut given = Self { backend: backend.clone(), nccl, communicator, end, rooms: Vec::new() };
         results.into_iter().try_for_each(|result| given.finish("a communicator", result, deadline))?;
         Ok(given)
     }
@@ -253,15 +265,9 @@ impl Transport for Nccl {
     fn all_reduce(&mut self, tensor: &mut Tensor, elements: usize, reduction: Reduction) -> Result<()> {
         check_reduce(self.backend.stream(), tensor, elements)?;
         self.end.check()?;
-        let needed = elements.saturating_mul(self.end.ranks);
-        let gathered = match self.gathered.take().filter(|gathered| gathered.elements() >= needed) {
-            Some(gathered) => gathered,
-            None => Tensor::zeroed(self.backend.stream(), needed, ElementType::F32)?,
-        };
+        let gathered = self.reduce_room(elements.saturating_mul(self.end.ranks))?;
         self.gather(tensor, elements, &gathered)?;
-        reduce_parts(&self.backend, (&gathered, self.end.ranks), (tensor, elements), reduction)?;
-        self.gathered = Some(gathered);
-        Ok(())
+        reduce_parts(&self.backend, (&gathered, self.end.ranks), (tensor, elements), reduction)
     }
 
     fn wait(&mut self) -> Result<()> {
@@ -283,15 +289,17 @@ impl Transport for Nccl {
         }
     }
 
-    /// Outputs and log-sum-exps of a rank after each other: what one all-gather brings is merged where it lies.
+    /// Outputs and log-sum-exps of a rank after each other: what one all-gather brings is merged where it lies. There
+    /// is one part more than ranks, for states that do not lie so.
     async fn room_for_states(&self, shape: &AttentionShape, rows: usize) -> Result<AttentionStates<Tensor>> {
-        let heads = self.end.ranks.saturating_mul(rows).saturating_mul(shape.query_heads());
+        let heads = rows.saturating_mul(shape.query_heads());
+        let both = heads.saturating_mul(shape.head_dim().saturating_add(1));
         let zeroed = |elements| Tensor::zeroed(self.backend.stream(), elements, ElementType::F32);
-        Ok(AttentionStates { outputs: zeroed(heads.saturating_mul(shape.head_dim() + 1))?, lse: zeroed(heads)? })
+        Ok(AttentionStates { outputs: zeroed(both.saturating_mul(self.end.ranks.saturating_add(1)))?, lse: zeroed(1)? })
     }
 
-    /// States whose log-sum-exps follow their outputs in memory, as attention returns them, are gathered at once. Others
-    /// take two all-gathers, which are one operation of NCCL.
+    /// One all-gather of the same size on all ranks, however their states lie in memory. States whose log-sum-exps
+    /// follow their outputs, as attention returns them, are sent from there; others are copied first.
     fn merge_states(
         &mut self,
         exchange: StateExchange<'_, Tensor>,
@@ -300,57 +308,81 @@ impl Transport for Nccl {
     ) -> Result<()> {
         exchange.check(&self.backend, output, lse.as_deref())?;
         let StateExchange { shape, rows, states, gathered } = exchange;
+        let (ranks, room) = (self.end.ranks, &gathered.outputs);
         let heads = rows.saturating_mul(shape.query_heads());
         let elements = heads.saturating_mul(shape.head_dim());
-        let (ranks, stream) = (self.end.ranks, self.backend.stream().clone());
-        check_gather(ranks, &stream, (&states.outputs, elements), &gathered.outputs)?;
-        check_gather(ranks, &stream, (&states.lse, heads), &gathered.lse)?;
-        check_f32("outputs of a rank", &states.outputs)?;
-        check_f32("log-sum-exps of a rank", &states.lse)?;
         let both = elements.saturating_add(heads);
-        let follows = states.lse.address() == states.outputs.address() + 4 * elements as u64
-            && Arc::ptr_eq(states.lse.memory(), states.outputs.memory());
-        let lse = lse.as_deref();
-        if !follows || gathered.outputs.elements() < both.saturating_mul(ranks) {
-            self.gather_both(states, (elements, heads), gathered)?;
-            let parts = StateParts { states: gathered, parts: ranks, rows };
-            return merge_parts(&self.backend, &shape, parts, output, lse);
+        for (what, tensor, count) in
+            [("outputs of a rank", &states.outputs, elements), ("log-sum-exps of a rank", &states.lse, heads)]
+        {
+            check_f32(what, tensor)?;
+            check_gather(ranks, self.backend.stream(), (tensor, count), room)?;
         }
-        let (from, to) = (states.outputs.address(), gathered.outputs.address());
-        // SAFETY: Log-sum-exps follow the outputs in memory of the same tensor, which was checked to have both, and the
-        // room has as many of every rank. All is freed in the order of the stream.
-        self.queue("exchange of states", |nccl, communicator, stream| unsafe {
+        let needed = both.saturating_mul(ranks.saturating_add(1));
+        if room.elements() < needed {
+            let shape = format!("{ranks} ranks and one part more; take the room from room_for_states of {rows} rows");
+            let (what, given) = ("room for the states of all ranks", room.elements());
+            return Err(Error::Elements { what, given, expected: needed, shape });
+        }
+        let to = room.address();
+        let from = self.states_together(states, (elements, heads), to + 4 * (both * ranks) as u64)?;
+        // SAFETY: There are outputs and log-sum-exps, and the room was checked to have as many of every rank. All is
+        // freed in the order of the stream.
+        self.queue(EXCHANGE, |nccl, communicator, stream| unsafe {
             let kind = kind(ElementType::F32);
             (nccl.all_gather)(from as *const c_void, to as *mut c_void, both, kind, communicator, stream)
         })?;
         let at = PartsAt { outputs: to, lse: to + 4 * elements as u64, output_stride: both, lse_stride: both };
         // SAFETY: The all-gather before it on the stream puts the parts there.
-        unsafe { merge_parts_at(&self.backend, (&shape, rows), (at, ranks), output, lse) }
+        unsafe { merge_parts_at(&self.backend, (&shape, rows), (at, ranks), output, lse.as_deref()) }
     }
 }
 
 impl Nccl {
-    /// Gathers outputs and log-sum-exps apart.
-    fn gather_both(
+    /// The address of this rank's log-sum-exps behind its outputs: where they are, or `copy`, which has room for both.
+    fn states_together(
         &mut self,
         states: &AttentionStates<Tensor>,
         (elements, heads): (usize, usize),
-        gathered: &AttentionStates<Tensor>,
-    ) -> Result<()> {
-        let pairs = [(&states.outputs, &gathered.outputs, elements), (&states.lse, &gathered.lse, heads)]
-            .map(|(from, to, count)| (from.address(), to.address(), count));
-        // SAFETY: As `gather`, twice.
-        self.queue("exchange of states", |nccl, communicator, stream| unsafe {
-            let mut results = vec![(nccl.group_start)()];
-            for (from, to, count) in pairs {
-                let (from, to, kind) = (from as *const c_void, to as *mut c_void, kind(ElementType::F32));
-                results.push((nccl.all_gather)(from, to, count, kind, communicator, stream));
+        copy: u64,
+    ) -> Result<u64> {
+        let (outputs, lse) = (states.outputs.address(), states.lse.address());
+        if lse == outputs + 4 * elements as u64 && Arc::ptr_eq(states.lse.memory(), states.outputs.memory()) {
+            return Ok(outputs);
+        }
+        self.end.check()?;
+        let stream = self.backend.stream();
+        let copied = stream.context().bind_to_thread().and_then(|()| {
+            // SAFETY: Both tensors were checked to hold the elements, and the caller checked the room for the copy. All
+            // is freed in the order of the stream.
+            unsafe {
+                memcpy_dtod_async(copy, outputs, 4 * elements, stream.cu_stream())?;
+                memcpy_dtod_async(copy + 4 * elements as u64, lse, 4 * heads, stream.cu_stream())
             }
-            results.push((nccl.group_end)());
-            // A call within a group only notes the operation. The end of the group reports the errors of all.
-            let is_error = |result: &c_int| ![SUCCESS, IN_PROGRESS].contains(result);
-            results.iter().copied().find(is_error).or(results.last().copied()).unwrap_or(SUCCESS)
-        })
+        });
+        copied.map_err(|error| self.end.lose_by(EXCHANGE, &driver_error(EXCHANGE, 0, error)))?;
+        Ok(copy)
+    }
+
+    /// Room for what an all-reduce gathers. A graph that captured it writes to it whenever it is replayed: such room
+    /// stays as long as the transport.
+    fn reduce_room(&mut self, needed: usize) -> Result<Tensor> {
+        let is_captured = is_capturing(self.backend.stream())?;
+        if let Some(room) = self.rooms.iter_mut().find(|room| room.tensor.elements() >= needed) {
+            room.is_captured |= is_captured;
+            return Ok(room.tensor.clone());
+        }
+        if is_captured {
+            let reason = format!(
+                "the stream is being captured, and there is no room for {needed} elements of all ranks; run it once \
+                 with as many elements before the capture"
+            );
+            return Err(Error::Plan { what: "all-reduce", reason });
+        }
+        let tensor = Tensor::zeroed(self.backend.stream(), needed, ElementType::F32)?;
+        self.rooms.retain(|room| room.is_captured);
+        self.rooms.push(ReduceRoom { tensor: tensor.clone(), is_captured });
+        Ok(tensor)
     }
 }
 

@@ -93,7 +93,7 @@ impl Transport for Faulty {
 
 type Rank = ContextParallel<Faulty>;
 
-fn rows(random: &mut Random, rows: usize, heads: usize) -> CpuTensor {
+pub(super) fn rows(random: &mut Random, rows: usize, heads: usize) -> CpuTensor {
     CpuTensor::F32((0..rows * heads * 64).map(|_| random.normal()).collect())
 }
 
@@ -234,48 +234,6 @@ fn a_rank_that_hangs_is_an_error_within_the_deadline() {
             assert!(matches!(outcome.error, Some(Error::Transport { .. })), "exchange {at}, rank {rank}");
         }
         check_after(&format!("exchange {at}"), &outcomes);
-    }
-}
-
-/// A rank that committed the last step and one that did not, and one whose process is new.
-#[test]
-fn ranks_agree_on_what_all_have() {
-    for is_new in [false, true] {
-        let connect = || ThreadTransport::connect(vec![Cpu::new(); RANKS], LONG).unwrap();
-        let (first, second) = (connect(), connect());
-        let lengths = std::thread::scope(|scope| {
-            let of_rank = |(first, second): (ThreadTransport, ThreadTransport)| {
-                scope.spawn(move || {
-                    let new = |transport| {
-                        let layers = [(shape(), recipe("saw-int4"))];
-                        block_on(ContextParallel::new(transport, &layers, 2, Placement::new(RANKS).unwrap())).unwrap()
-                    };
-                    let mut rank = new(first);
-                    let append = |rank: &mut ContextParallel<ThreadTransport>, commits: bool| {
-                        let runs = [TokenRun::chunk(0, 200)];
-                        let keys = rows(&mut Random::new(4), 200, 2);
-                        block_on(rank.reserve_for_append(&runs)).unwrap();
-                        rank.begin_append(&runs).unwrap();
-                        block_on(rank.store(0, RowLayout::token_major(200, &shape()), &keys, &keys)).unwrap();
-                        if commits { rank.commit().unwrap() } else { rank.abandon() }
-                    };
-                    append(&mut rank, true);
-                    let is_behind = rank.rank() == 1;
-                    append(&mut rank, !is_behind);
-                    if is_behind && is_new {
-                        rank.clear(0).unwrap();
-                    }
-                    let rejoined = block_on(rank.rejoin(second)).unwrap();
-                    (rejoined, rank.cache().length(0).unwrap(), rank.cache().length(1).unwrap())
-                })
-            };
-            let threads: Vec<_> = first.into_iter().zip(second).map(of_rank).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
-        });
-        for (rejoined, length, other) in lengths {
-            assert_eq!((rejoined.truncated, rejoined.lost), (vec![0], Vec::new()));
-            assert_eq!((length, other), (if is_new { 0 } else { 200 }, 0));
-        }
     }
 }
 

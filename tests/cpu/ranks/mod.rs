@@ -4,6 +4,7 @@ mod compress_again;
 mod evictions;
 mod failures;
 mod refused;
+mod rejoin;
 mod script;
 mod sequences;
 mod step_time;

@@ -10,7 +10,7 @@ use kvpack::{AttentionShape, Bits, Calibration, Error};
 use pollster::block_on;
 
 use super::script::shape;
-use super::{LONG, on_ranks};
+use super::{LONG, failed, on_ranks};
 use any_backend::model_steps::recipe;
 
 fn cache() -> ModelCache<Cpu> {
@@ -102,6 +102,31 @@ fn ranks_of_other_placements_do_not_begin() {
     });
     assert!(matches!(&refused[0], Err(Error::Plan { reason, .. }) if reason.contains("[1]")), "{refused:?}");
     assert!(matches!(&refused[1], Err(Error::Plan { what: "cache", .. })), "{refused:?}");
+}
+
+/// Calls of the same sizes that differ between ranks: all learn of it, whatever the transport compares.
+#[test]
+fn ranks_that_call_something_else_are_named() {
+    type Call = fn(&mut ContextParallel<ThreadTransport>) -> Result<(), Error>;
+    let reserve: Call = |ranks| block_on(ranks.reserve_for_append(&[TokenRun::decode(0)]));
+    let pack: Call = |ranks| block_on(ranks.pack_windows(0));
+    let appended: Call = |ranks| block_on(ranks.appended(0)).map(drop);
+    for (calls, named) in [
+        ([reserve, pack], ["rank 0 calls reserve_for_append", "rank 1 pack_windows"]),
+        ([appended, reserve], ["rank 0 calls appended", "rank 1 reserve_for_append"]),
+    ] {
+        let told = on_ranks(2, LONG, |transport| {
+            let layers = [(shape(), recipe("saw-int4"))];
+            let mut ranks = block_on(ContextParallel::new(transport, &layers, 1, Placement::new(2).unwrap())).unwrap();
+            let call = calls[ranks.rank()];
+            call(&mut ranks)
+        });
+        for told in told {
+            assert_eq!(failed(&told), [1]);
+            let text = told.unwrap_err().to_string();
+            assert!(named.iter().all(|named| text.contains(named)), "{text}");
+        }
+    }
 }
 
 /// Where policies cannot measure a layer, every rank says so, and none waits for another.

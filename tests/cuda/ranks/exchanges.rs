@@ -145,16 +145,17 @@ fn check_merges<T: Transport<Backend = Cuda>>(transport: &mut T) -> Vec<u32> {
     for shape in shapes() {
         let most_rows = if shape.head_dim() == 128 { 7 } else { 3 };
         let mut gathered = block_on(transport.room_for_states(&shape, most_rows)).unwrap();
-        for rows in [most_rows, 1] {
+        for rows in [most_rows, 1, 2] {
             let heads = rows * shape.query_heads();
             let (outputs, lse) = states(&shape, rows, rank, ranks);
-            // After each other in memory, as attention returns them, and apart.
+            // After each other in memory, as attention returns them, and apart; both at once on different ranks.
             let both = [&outputs[..], &lse].concat();
             let both = Tensor::upload(backend.stream(), Elements::F32(&both)).unwrap();
             let [apart, lse] = [&outputs, &lse].map(|x| Tensor::upload(backend.stream(), Elements::F32(x)).unwrap());
-            let of_rank = match rows {
-                1 => AttentionStates { outputs: apart, lse },
-                _ => AttentionStates {
+            let are_apart = rows == 1 || (rows == 2 && rank % 2 == 1);
+            let of_rank = match are_apart {
+                true => AttentionStates { outputs: apart, lse },
+                false => AttentionStates {
                     outputs: both.slice(0, outputs.len()).unwrap(),
                     lse: both.slice(outputs.len(), heads).unwrap(),
                 },

@@ -6,6 +6,7 @@ use std::time::Duration;
 use futures::executor::block_on;
 use kvpack::Error;
 use kvpack::backend::Device;
+use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use kvpack::cuda::nccl::{Nccl, NcclId};
 use kvpack::cuda::{Cuda, Tensor};
 use kvpack::plan::Elements;
@@ -98,4 +99,42 @@ fn an_engine_aborts_its_communicator() {
         waited
     });
     assert!(matches!(&results[0], Some(Err(Error::Transport { .. }))), "{results:?}");
+}
+
+/// A captured all-reduce writes to room of the transport. A larger one in between does not give that room to others.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_captured_sum_keeps_its_room() {
+    const SENTINELS: usize = 64;
+    needs_two_gpus();
+    let id = NcclId::new().unwrap();
+    on_threads(2, |rank| {
+        let mut transport = Nccl::connect(&backend(rank), &id, (rank, 2), DEADLINE).unwrap();
+        let backend = transport.backend().clone();
+        let upload = |of: &[f32]| Tensor::upload(backend.stream(), Elements::F32(of)).unwrap();
+        let begin =
+            || backend.stream().begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+        let end = || backend.stream().end_capture(CUgraphInstantiate_flags(0)).unwrap();
+        sum(&mut transport);
+        let mut tensor = upload(&[rank as f32 + 1.0, 10.0]);
+        begin();
+        transport.all_reduce(&mut tensor, 2, Reduction::Sum).unwrap();
+        let graph = end().expect("a graph");
+        // Room that does not exist is not made within a graph.
+        let mut large = upload(&vec![1.0; 1 << 20]);
+        begin();
+        let refused = transport.all_reduce(&mut large, 1 << 20, Reduction::Sum);
+        drop(end());
+        assert!(matches!(&refused, Err(Error::Plan { reason, .. }) if reason.contains("captured")), "{refused:?}");
+        transport.all_reduce(&mut large, 1 << 20, Reduction::Sum).unwrap();
+        transport.wait().unwrap();
+        // They would lie where the room was, if it were free.
+        let sentinels: Vec<Tensor> = (0..SENTINELS).map(|_| upload(&[7.0; 4])).collect();
+        graph.launch().unwrap();
+        transport.wait().unwrap();
+        assert_eq!(block_on(backend.download(&tensor)).unwrap(), [3.0, 20.0]);
+        for sentinel in &sentinels {
+            assert_eq!(block_on(backend.download(sentinel)).unwrap(), [7.0; 4]);
+        }
+    });
 }
