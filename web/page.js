@@ -218,23 +218,20 @@ function offerShapes(section) {
 }
 
 async function bench(section) {
-  progress(section, 0, 1, "the data");
-  await inFront(section);
-  benchRun = await orLost(session.bench(section.querySelector("select").value || undefined));
+  const start = () => {
+    progress(section, 0, 1, "the data");
+    return session.bench(section.querySelector("select").value || undefined);
+  };
+  benchRun = await seen(section, start, (run) => run.free());
   // f16 is always there: the others are compared with it.
   const formats = chosen(benchRun.formats(), "f16");
   for (const [done, [index, name]] of formats.entries()) {
-    // A browser slows what is not seen down: such a row is measured again.
-    for (;;) {
-      orStopped();
-      await inFront(section);
+    const row = async () => {
       progress(section, done, formats.length, name);
       await pause();
-      const away = leaving();
-      await orLost(benchRun.row(index));
-      if (!away()) break;
-      benchRun.discardLast();
-    }
+      return benchRun.row(index);
+    };
+    await seen(section, row, () => benchRun.discardLast());
     showBench(section);
   }
   status(section, `Measured on ${sections.device.dataset.name}.`);
@@ -315,6 +312,19 @@ async function inFront(section) {
   status(section, "Waiting: times are only taken while this tab is in front.");
   await orLost(new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true })));
   await inFront(section);
+}
+
+/** The result of a measurement that was taken while the tab was in front. A browser slows down what is not seen. Such a
+ * result is discarded, and the measurement repeated. */
+async function seen(section, measure, discard) {
+  for (;;) {
+    orStopped();
+    await inFront(section);
+    const away = leaving();
+    const measured = await orLost(measure()).finally(away);
+    if (!away()) return measured;
+    discard(measured);
+  }
 }
 
 /** Watches the tab; the function it yields says whether it was left since. */

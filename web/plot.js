@@ -30,8 +30,11 @@ export function bars(place, rows) {
   place.replaceChildren(svg);
 }
 
-/** Error against bits per element, the error in powers of ten. Points: { label, bits, error }. */
-export function curve(place, points) {
+/** Error against bits per element, the error in powers of ten. Points: { label, bits, error }. An error that has no
+ * logarithm has no place there. */
+export function curve(place, all) {
+  const points = all.filter((point) => Number.isFinite(point.error) && point.error > 0);
+  if (points.length === 0) return place.replaceChildren();
   const width = widthOf(place);
   const [left, right, top, bottom, height] = [58, 20, 14, 38, 250];
   const errors = points.map((point) => point.error);

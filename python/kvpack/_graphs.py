@@ -8,7 +8,7 @@ import torch
 
 from ._kvpack import Error
 
-_CACHES = ("past_key_values", "cache")  # versions of transformers differ
+CACHES = ("past_key_values", "cache")  # versions of transformers differ
 _ROTATION = "apply_rotary_pos_emb"  # of the file of a model
 _COPIED = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 
@@ -21,11 +21,12 @@ class Graphs:
     is.
     """
 
-    def __init__(self, decoder, new_tokens, compiled=None):
+    def __init__(self, decoder, compiled=None):
         self.decoder = decoder
         self.forward = decoder.forward
-        self.new_tokens = new_tokens
         self.compiled = compiled
+        self.streams = {}
+        """The stream that graphs of a device are captured on."""
         self.refused = None
         """Why the model runs without graphs, if it cannot be captured."""
 
@@ -55,7 +56,7 @@ class Graphs:
         finally:
             held.close()
             step.abandon()  # does nothing after the commit
-        cache = next(kwargs[name] for name in _CACHES if kwargs.get(name) is not None)
+        cache = next(kwargs[name] for name in CACHES if kwargs.get(name) is not None)
         return kept.kind(last_hidden_state=kept.hidden.clone(), **dict.fromkeys(kept.caches, cache))
 
     def before_graph(self, args, kwargs):
@@ -71,11 +72,11 @@ class Graphs:
 
     def parts(self, args, kwargs):
         """What holds the cache, and the tensors of the call, if it is one that a graph may replay."""
-        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
         held = getattr(cache, "held", None)
         tensors = {name: kwargs[name] for name in _COPIED if kwargs.get(name) is not None}
         first = tensors.get("input_ids", tensors.get("inputs_embeds"))
-        known = {*_CACHES, *_COPIED, "attention_mask", "use_cache", "return_dict"}
+        known = {*CACHES, *_COPIED, "attention_mask", "use_cache", "return_dict"}
         others = any(value is not None and value is not False for name, value in kwargs.items() if name not in known)
         if self.refused or args or others or first is None or first.shape[1] != 1 or not self.fits(first):
             return None, {}
@@ -87,10 +88,9 @@ class Graphs:
 
     def begin(self, held, tensors, kwargs):
         """The step of the call, if a graph may hold it."""
-        rows = next(iter(tensors.values())).shape[0]
-        if self.new_tokens(kwargs.get("attention_mask"), held.batch(), 1) != [1] * rows:
-            return None
         held.abandon()
+        if held.new_tokens(kwargs.get("attention_mask"), held.batch(), 1) != [1] * held.batch():
+            return None
         step = held.cache.begin(held.slots)
         number = self.number(step)
         shapes = tuple((name, tuple(of.shape), of.dtype) for name, of in tensors.items())
@@ -119,7 +119,7 @@ class Graphs:
 
         held.open(step)
         try:
-            kept.graph = self.capture(layers)
+            kept.graph = self.capture(layers, next(iter(kept.inputs.values())).device)
         except Exception as failed:  # of any kernel of the model; it runs without graphs from now on
             self.refused = f"{type(failed).__name__}: {failed}"
             step.abandon()
@@ -135,7 +135,10 @@ class Graphs:
     # What a test without a card does otherwise.
 
     def fits(self, tensor):
-        return tensor.is_cuda and not torch.is_grad_enabled() and not torch.cuda.is_current_stream_capturing()
+        if not tensor.is_cuda or torch.is_grad_enabled():
+            return False
+        with torch.cuda.device(tensor.device):
+            return not torch.cuda.is_current_stream_capturing()
 
     def number(self, step):
         return step.graph
@@ -143,11 +146,15 @@ class Graphs:
     def anew(self, step):
         return step.bound_anew
 
-    def capture(self, layers):
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            layers()
+    def capture(self, layers, device):
+        """A graph of the layers. PyTorch's own stream for captures is one of the device that captured first."""
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.device(device):
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=self.streams[device], capture_error_mode="thread_local"):
+                layers()
         return graph
 
     def finish(self, step):
@@ -200,11 +207,11 @@ class Kept:
     def take(self, output):
         """Takes what the decoder returned."""
         found = {name for name, value in output.items() if value is not None}
-        others = found - {"last_hidden_state", *_CACHES}
+        others = found - {"last_hidden_state", *CACHES}
         if others:
             raise Error(f"the decoder returns {', '.join(sorted(others))} as well, which no graph keeps")
         self.kind, self.hidden = type(output), output.last_hidden_state
-        self.caches = sorted(found & set(_CACHES))
+        self.caches = sorted(found & set(CACHES))
 
 
 def why(graphs):

@@ -64,6 +64,7 @@ class _Held:
         self.step = None
         self.tokens = 0
         self.new = []
+        self.mask_shape = None
         # Graphs of decoding steps, by the step's number and the shapes of the call: see ``_graphs``.
         self.graphs, self.known, self.stale, self.key = {}, set(), set(), None
         self.captured = False
@@ -86,19 +87,49 @@ class _Held:
     def begin(self, plan, keys, query, mask, device=None):
         self.abandon()
         batch, heads, tokens, channels = query.shape
+        new = self.new_tokens(mask, batch, tokens)
         if self.cache is None:
             self.cache = kvpack.Cache(
                 query_heads=heads, kv_heads=keys.shape[1], head_dim=channels, sequences=batch, recipe=self.recipe,
                 **_device_of(device or query.device), **plan.options(),
             )
             self.slots = list(range(batch))
-        if batch != len(self.slots):
-            raise kvpack.Error(f"the cache holds a batch of {len(self.slots)}, and the call has {batch} rows")
-        self.tokens, self.new = tokens, _new_tokens(mask, batch, tokens)
+        self.tokens, self.new, self.mask_shape = tokens, new, _shape_of(mask)
         runs = [slot if tokens == 1 else (slot, count) for slot, count in zip(self.slots, self.new) if count > 0]
         self.step = self.cache.begin(runs) if runs else None
         if self.step is not None:
             self.note(self.step.graph, self.step.bound_anew)
+
+    def new_tokens(self, mask, batch, tokens):
+        """How many of the newest ``tokens`` of each row are no padding. A mask that hides a stored token is refused:
+        attention sees all of them."""
+        if self.slots and batch != len(self.slots):
+            raise kvpack.Error(f"the cache holds a batch of {len(self.slots)}, and the call has {batch} rows")
+        stored = [self.cache.length(slot) for slot in self.slots] or [0] * batch
+        if mask is None:
+            shown, new = [self.seen + tokens] * batch, [tokens] * batch
+        else:
+            shown, new = self.of_mask(mask, batch, tokens)
+        for row, held in enumerate(stored):
+            earlier = shown[row] - new[row]
+            if earlier != held:
+                given = "there is no mask, which shows" if mask is None else "the mask shows"
+                hint = "pass the mask of the earlier calls and of the new tokens"
+                raise kvpack.Error(f"row {row}: {given} {earlier} earlier tokens; the cache holds {held}: {hint}")
+        return new
+
+    def of_mask(self, mask, batch, tokens):
+        """How many tokens of each row a mask shows, and how many of the newest ``tokens``."""
+        given, wanted = list(_shape_of(mask) or []), [batch, self.seen + tokens]
+        if given != wanted:
+            text = f"the call passed a mask of shape {given}"
+            raise kvpack.Error(f"{text}; kvpack.hf takes {wanted}: the batch, and the earlier and the new tokens")
+        mask = mask.bool()
+        gaps = (mask[:, 1:] < mask[:, :-1]).sum(1)
+        shown, new, gaps = torch.stack([mask.sum(1), mask[:, self.seen:].sum(1), gaps]).tolist()
+        if any(gaps):
+            raise kvpack.Error("kvpack.hf takes padding on the left; the mask has padding behind a token")
+        return shown, new
 
     def attend(self, layer, plan, keys, values, query, mask):
         """Stores and attends: queries ``[batch, heads, tokens, head_dim]``, outputs with the middle dimensions
@@ -109,6 +140,8 @@ class _Held:
             self.begin(plan, keys, query, mask)
         elif self.tokens != query.shape[2] or len(self.slots) != query.shape[0]:
             raise kvpack.Error(f"layer {layer} follows no layer 0 of the same forward pass")
+        elif _shape_of(mask) != self.mask_shape:
+            raise kvpack.Error(f"layer {layer} has another mask than layer 0; kvpack.hf takes one for all layers")
         outputs = self.of_layer(layer, _no_gradient(keys), _no_gradient(values), _no_gradient(query))
         if layer + 1 == len(plan.windows):
             if self.step is not None:
@@ -116,7 +149,7 @@ class _Held:
             self.step, self.seen = None, self.seen + self.tokens
             if self.tokens > 1:
                 self.cache.trim()  # of the f16 form of a prompt, which lived as long as its step
-        return outputs
+        return _without_backward(outputs, query, keys, values, plan.sinks[layer])
 
     def of_layer(self, layer, keys, values, query):
         batch, heads, tokens, channels = query.shape
@@ -264,7 +297,8 @@ class PackedCache(Cache):
 def enable(model, recipe):
     """Lets ``model.generate`` use packed caches of a recipe. Returns the model.
 
-    Raises ``kvpack.Error`` for models that are not listed in ``MODELS``, and for recipes that evict.
+    ``generate`` makes a ``PackedCache`` of the recipe. One that you pass to it is used as it is; other caches are
+    refused. Raises ``kvpack.Error`` for models that are not listed in ``MODELS``, and for recipes that evict.
     """
     config = model.config.get_text_config(decoder=True)
     if config.model_type not in MODELS:
@@ -282,8 +316,9 @@ def enable(model, recipe):
     prepare = type(model)._prepare_cache_for_generation
 
     def prepare_packed(self, generation_config, model_kwargs, *args, **kwargs):
+        _check_cache(model_kwargs)
         prepared = prepare(self, generation_config, model_kwargs, *args, **kwargs)
-        for name in ("cache", "past_key_values"):
+        for name in _graphs.CACHES:
             if isinstance(model_kwargs.get(name), DynamicCache):
                 model_kwargs[name] = PackedCache(recipe)
         return prepared
@@ -313,7 +348,7 @@ def use_graphs(model, compiler=None):
     decoder = model.get_decoder()
     attention = [module for module in decoder.modules() if hasattr(module, "_kvpack_plan")]
     compiled = None if compiler is None else _graphs.Compiled(decoder, attention, compiler)
-    model._kvpack_graphs = _graphs.Graphs(decoder, _new_tokens, compiled)
+    model._kvpack_graphs = _graphs.Graphs(decoder, compiled)
     return model
 
 
@@ -356,27 +391,48 @@ def _device_of(device):
     return {"device": f"cuda:{stream.device_index}", "stream": stream.cuda_stream}
 
 
+def _check_cache(model_kwargs):
+    """What the caller's own cache holds would be lost: it cannot be replaced."""
+    for name in _graphs.CACHES:
+        given = model_kwargs.get(name)
+        if given is not None and not isinstance(given, PackedCache):
+            text = f"{name}= is a {type(given).__name__}, and this model attends to packed caches"
+            raise kvpack.Error(f"{text}; pass kvpack.hf.PackedCache(recipe), or none")
+
+
 def _no_gradient(tensor):
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _mask(*args, attention_mask=None, use_vmap=False, **kwargs):
-    """The padding, ``[batch, tokens]`` or none: plans know the rest."""
-    if use_vmap:
+class _NoBackward(torch.autograd.Function):
+    """Outputs that depend on tensors with gradients which attention does not compute."""
+
+    @staticmethod
+    def forward(ctx, outputs, *inputs):
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise kvpack.Error("attention to a packed cache has no gradient; call kvpack.hf.disable(model) before training")
+
+
+def _without_backward(outputs, *inputs):
+    if torch.is_grad_enabled() and any(of is not None and of.requires_grad for of in inputs):
+        return _NoBackward.apply(outputs, *inputs)
+    return outputs
+
+
+def _mask(*args, attention_mask=None, use_vmap=False, allow_is_causal_skip=True, **kwargs):
+    """The padding, ``[batch, tokens]`` or none: plans know the rest. Masks that are not causal do not allow that they
+    are left out."""
+    if use_vmap or not allow_is_causal_skip:
         raise kvpack.Error("kvpack.hf knows causal masks and sliding windows; the model asks for a mask of its own")
     return attention_mask
 
 
-def _new_tokens(mask, batch, tokens):
-    """How many of the newest ``tokens`` of each row are no padding."""
-    if mask is None:
-        return [tokens] * batch
-    if mask.ndim != 2:
-        raise kvpack.Error(f"kvpack.hf takes masks [batch, tokens]; the call passed one of shape {list(mask.shape)}")
-    mask = mask.bool()
-    if (mask[:, 1:] < mask[:, :-1]).any():
-        raise kvpack.Error("kvpack.hf takes padding on the left; the mask has padding behind a token")
-    return mask[:, -tokens:].sum(1).tolist()
+def _shape_of(mask):
+    """The shape of a mask, or none."""
+    return getattr(mask, "shape", None)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None,

@@ -1,27 +1,38 @@
 //! A cache on one backend, behind a lock that is taken while the interpreter is free.
 
-use std::any::Any;
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+mod prompts;
 
-use kvpack::backend::TensorRows;
-use kvpack::cache::{DenseLayer, MeasuredQueries, ModelCache, ModelRecipe, SwappedSequence, TokenRun};
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use kvpack::cache::{ModelCache, SwappedSequence, TokenRun};
 use kvpack::cpu::CpuTensor;
-use kvpack::plan::{ElementType, QueryRun, RowLayout, TokenRange};
-use kvpack::policy::{LayerSelection, Selection, Spans};
+use kvpack::plan::{ElementType, QueryRun, RowLayout};
 use kvpack::{AttentionShape, Error, Result};
 use pollster::block_on;
 use pyo3::prelude::*;
 
+pub use self::prompts::{PromptLayer, spans_of};
 use crate::errors::{raised, wrong_tensor};
 use crate::forked::{is_forked, with_threads};
-use crate::host::{Host, LayerRows, Prepared};
+use crate::host::{CallOrder, Host, LayerRows, Prepared};
+use crate::on_device::{OnDevice, Parked, free_parked, park};
 use crate::view::{View, new_like};
 
 /// The cache of a backend, and its open step.
 pub struct Shared<B: Host> {
-    pub host: B,
     pub shape: AttentionShape,
-    state: Mutex<State<B>>,
+    host: OnDevice<B, B>,
+    state: SharedState<B>,
+}
+
+/// Nobody shares it with the cache, until the cache is dropped and leaves it.
+type SharedState<B> = OnDevice<B, Arc<Mutex<State<B>>>>;
+
+/// What a cache left that was dropped while a graph captured one of its streams.
+struct Left<B: Host> {
+    host: OnDevice<B, B>,
+    state: SharedState<B>,
 }
 
 pub struct State<B: Host> {
@@ -47,9 +58,23 @@ impl<B: Host> Drop for Shared<B> {
     /// The layers of a prepared step run on the caller's stream, which the backend's is not ordered behind until the
     /// next call. The fields, which hold the memory that they read and write, are dropped after this.
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.host.before_drop(&mut state.host);
+        if !may_free::<B>(&self.host, &mut self.state) {
+            let state = OnDevice::new(Arc::clone(&self.state));
+            park(Box::new(Left { host: OnDevice::new(B::clone(&self.host)), state }));
+        }
     }
+}
+
+impl<B: Host> Parked for Left<B> {
+    fn may_go(&mut self) -> bool {
+        may_free::<B>(&self.host, &mut self.state)
+    }
+}
+
+fn may_free<B: Host>(host: &B, state: &mut SharedState<B>) -> bool {
+    let _device = B::thread_device();
+    let Some(state) = Arc::get_mut(state) else { return false };
+    host.may_free(&mut state.get_mut().unwrap_or_else(PoisonError::into_inner).host)
 }
 
 /// A step that was opened.
@@ -60,9 +85,6 @@ pub struct Opened {
     /// Keeps the memory of its launches alive.
     pub _memory: Option<Box<dyn Any + Send + Sync>>,
 }
-
-/// Keys, values and measured queries of a layer of a prompt.
-pub type PromptLayer<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 /// What a step does.
 pub enum StepRuns {
@@ -103,7 +125,14 @@ impl<B: Host> State<B> {
     }
 
     /// Launches a layer of a prepared step; false if the step is none.
-    fn launch(&mut self, host: &B, number: u64, current: u64, layer: usize, rows: &LayerRows<'_>) -> PyResult<bool> {
+    fn launch(
+        &mut self,
+        host: &B,
+        number: u64,
+        order: CallOrder,
+        layer: usize,
+        rows: &LayerRows<'_>,
+    ) -> PyResult<bool> {
         self.open_step(number).map_err(raised)?;
         let Self { open: Some(open), host: state, .. } = self else { return Ok(false) };
         let Some(prepared) = &open.prepared else { return Ok(false) };
@@ -117,7 +146,7 @@ impl<B: Host> State<B> {
         if given != open.rows || !allowed {
             return Ok(false); // the call of the cache says what is wrong
         }
-        host.launch(state, current, &prepared.launches, layer, rows)?;
+        host.launch(state, order, &prepared.launches, layer, rows)?;
         *stored |= rows.stores();
         Ok(true)
     }
@@ -126,7 +155,8 @@ impl<B: Host> State<B> {
 impl<B: Host> Shared<B> {
     pub fn new(host: B, cache: ModelCache<B>, shape: AttentionShape) -> Self {
         let state = State { cache, open: None, steps: 0, host: host.state() };
-        Self { host, shape, state: Mutex::new(state) }
+        free_parked();
+        Self { shape, host: OnDevice::new(host), state: OnDevice::new(Arc::new(Mutex::new(state))) }
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, State<B>>> {
@@ -142,35 +172,44 @@ impl<B: Host> Shared<B> {
 
     /// Calls what the library does on the host alone, while other threads of Python run.
     pub fn look<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut State<B>) -> Result<R> + Send) -> PyResult<R> {
-        py.detach(|| with_threads(|| work(&mut *self.lock()?))).map_err(raised)
+        let on_host = || {
+            let _device = B::thread_device();
+            work(&mut *self.lock()?)
+        };
+        py.detach(|| with_threads(on_host)).map_err(raised)
     }
 
     /// Calls the library, in the order of the caller's current stream, while other threads of Python run.
     pub fn call<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut State<B>) -> Result<R> + Send) -> PyResult<R> {
-        self.call_on(py, self.host.current_stream(py), |state| work(state).map_err(raised))
+        let order = CallOrder { stream: self.host.current_stream(py), foreign: false };
+        self.call_on(py, order, |state| work(state).map_err(raised))
     }
 
     fn call_on<R: Send>(
         &self,
         py: Python<'_>,
-        current: u64,
+        order: CallOrder,
         work: impl FnOnce(&mut State<B>) -> PyResult<R> + Send,
     ) -> PyResult<R> {
         let on_stream = || {
+            let _device = B::thread_device();
+            free_parked();
             let mut state = self.lock()?;
-            self.host.enter(&mut state.host, current)?;
+            self.host.enter(&mut state.host, order)?;
             let done = work(&mut state);
-            self.host.leave(&mut state.host)?;
+            self.host.leave(&mut state.host, order)?;
             Ok(done)
         };
         py.detach(|| with_threads(on_stream)).map_err(raised)?
     }
 
-    /// The stream that the contents of tensors are ordered on: PyTorch's, or the backend's through DLPack.
-    fn stream_of(&self, py: Python<'_>, views: &[&View]) -> u64 {
-        let of_torch = views.iter().all(|view| view.of_torch);
-        let own = self.host.stream_handle().filter(|_| !of_torch);
-        own.unwrap_or_else(|| self.host.current_stream(py))
+    /// The order of a call with these tensors. Tensors of PyTorch are ordered on its current stream, and those of other
+    /// libraries on the stream of the backend.
+    fn order<'a>(&self, py: Python<'_>, views: impl IntoIterator<Item = &'a View>) -> CallOrder {
+        let (mut torch, mut foreign) = (false, false);
+        views.into_iter().for_each(|view| if view.of_torch { torch = true } else { foreign = true });
+        let own = self.host.stream_handle().filter(|_| !torch);
+        CallOrder { stream: own.unwrap_or_else(|| self.host.current_stream(py)), foreign }
     }
 
     /// Opens a step.
@@ -188,7 +227,8 @@ impl<B: Host> Shared<B> {
             let prepared = prepared.inspect_err(|_| state.cache.abandon())?;
             state.steps += 1;
             let graph = prepared.as_ref().map(|prepared| (prepared.class, prepared.bound_anew));
-            let memory = prepared.as_ref().map(|prepared| Box::new(prepared.launches.clone()) as _);
+            let memory =
+                prepared.as_ref().map(|prepared| Box::new(OnDevice::<B, _>::new(prepared.launches.clone())) as _);
             let appends = matches!(runs, StepRuns::Append(_));
             // Layers of a step that stores nothing lack nothing.
             let stored = vec![!appends; state.cache.layers()];
@@ -226,12 +266,11 @@ impl<B: Host> Shared<B> {
 
     /// Launches a layer of a prepared step; false if the step is none, and the calls of the cache are to be made.
     fn launch(&self, py: Python<'_>, step: u64, layer: usize, rows: &LayerRows<'_>) -> PyResult<bool> {
-        let current = match rows {
-            LayerRows::Store { keys, values } => self.stream_of(py, &[keys, values]),
-            LayerRows::Attend { queries, out } => self.stream_of(py, &[queries, out]),
-            LayerRows::Both { keys, values, queries, out } => self.stream_of(py, &[keys, values, queries, out]),
-        };
-        py.detach(|| self.lock().map_err(raised)?.launch(&self.host, step, current, layer, rows))
+        let order = self.order(py, rows.views());
+        py.detach(|| {
+            let _device = B::thread_device();
+            self.lock().map_err(raised)?.launch(&self.host, step, order, layer, rows)
+        })
     }
 
     /// Keys or values `[tokens, kv_heads, head_dim]`.
@@ -281,7 +320,7 @@ impl<B: Host> Shared<B> {
             return Ok(());
         }
         let (k, v, rows) = self.take_pair(pair)?;
-        self.call_on(py, self.stream_of(py, &[keys, values]), |state| {
+        self.call_on(py, self.order(py, pair), |state| {
             state.check_step(step).map_err(raised)?;
             block_on(state.cache.store(layer, rows, &k, &v)).map_err(raised)
         })
@@ -296,6 +335,7 @@ impl<B: Host> Shared<B> {
     ) -> PyResult<Bound<'py, PyAny>> {
         let view = self.queries(queries)?;
         let (out, to) = view.output(queries, out, self.host.stream_handle())?;
+        self.host.check_output(&to, &view, &[])?;
         self.attend_views(queries.py(), step, layer, &view, &to)?;
         Ok(out)
     }
@@ -306,7 +346,7 @@ impl<B: Host> Shared<B> {
         }
         let q = self.host.take("queries", queries)?;
         let mut output = self.host.output(out, queries)?;
-        self.call_on(py, self.stream_of(py, &[queries, out]), |state| {
+        self.call_on(py, self.order(py, [queries, out]), |state| {
             state.check_step(step).map_err(raised)?;
             block_on(state.cache.attend_into(layer, &q, &mut output)).map_err(raised)
         })?;
@@ -323,6 +363,7 @@ impl<B: Host> Shared<B> {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (py, pair, view) = (keys.py(), self.pair(keys, values)?, self.queries(queries)?);
         let (out, to) = view.output(queries, out, self.host.stream_handle())?;
+        self.host.check_output(&to, &view, &pair)?;
         let both = LayerRows::Both { keys: &pair[0], values: &pair[1], queries: &view, out: &to };
         if pair[0].shape[0] != view.shape[0] || !self.launch(py, step, layer, &both)? {
             self.store_views(py, step, layer, &pair)?;
@@ -339,14 +380,14 @@ impl<B: Host> Shared<B> {
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let view = self.queries(queries)?;
         let new = |shape: &[usize]| {
-            let new = new_like(queries, shape, ElementType::F32)?;
+            let new = new_like(queries, view.place, shape, ElementType::F32)?;
             let view = View::of("result", &new, self.host.stream_handle())?;
             Ok::<_, PyErr>((new, view))
         };
         let ((outputs, to), (lse, to_lse)) = (new(&view.shape)?, new(&view.shape[..2])?);
         let q = self.host.take("queries", &view)?;
         let py = queries.py();
-        self.call_on(py, self.stream_of(py, &[&view, &to, &to_lse]), |state| {
+        self.call_on(py, self.order(py, [&view, &to, &to_lse]), |state| {
             state.check_step(step).map_err(raised)?;
             let states = block_on(state.cache.attend_states(layer, &q)).map_err(raised)?;
             self.host.copy(&states.outputs, &to)?;
@@ -393,70 +434,6 @@ impl<B: Host> Shared<B> {
         })
     }
 
-    pub fn query_rows(&self, py: Python<'_>, recipe: &ModelRecipe, spans: Spans) -> PyResult<Option<Vec<u32>>> {
-        self.call(py, |state| {
-            let Some(policy) = recipe.policy() else { return Ok(None) };
-            let prompt = state.cache.observe(policy.clone(), spans)?;
-            Ok(prompt.query_rows().map(|rows| rows.positions().to_vec()))
-        })
-    }
-
-    pub fn compress(
-        &self,
-        py: Python<'_>,
-        sequence: usize,
-        layers: &[PromptLayer<'_>],
-        recipe: &ModelRecipe,
-        spans: Spans,
-    ) -> PyResult<Vec<Vec<Vec<u32>>>> {
-        let mut tensors = Vec::with_capacity(layers.len());
-        for (keys, values, queries) in layers {
-            let queries = queries.as_ref().map(|queries| self.queries(queries)).transpose()?;
-            let queries = queries.map(|view| Ok::<_, PyErr>((self.host.take("queries", &view)?, view.shape[0])));
-            tensors.push((self.take_pair(&self.pair(keys, values)?)?, queries.transpose()?));
-        }
-        let shape = self.shape;
-        self.call(py, |state| {
-            let Some(policy) = recipe.policy() else {
-                return refuse(
-                    "compress",
-                    format!("recipe '{recipe}' evicts nothing; name a policy, as in 'h2o:0.2/f16'"),
-                );
-            };
-            let mut prompt = state.cache.observe(policy.clone(), spans)?;
-            let heads = AttentionShape::new(shape.query_heads(), shape.query_heads(), shape.head_dim())?;
-            for (layer, ((keys, values, rows), queries)) in tensors.into_iter().enumerate() {
-                let dense = DenseLayer { rows, keys, values };
-                let measured = queries.as_ref().map(|(q, rows)| MeasuredQueries {
-                    queries: TensorRows { tensor: q, layout: RowLayout::token_major(*rows, &heads) },
-                    known_lse: None,
-                });
-                prompt.observe(layer, dense, measured)?;
-            }
-            Ok(kept(&block_on(state.cache.compress(sequence, &prompt))?))
-        })
-    }
-
-    pub fn keep(
-        &self,
-        py: Python<'_>,
-        sequence: usize,
-        layers: &[(Bound<'_, PyAny>, Bound<'_, PyAny>)],
-        kept: Vec<Vec<Vec<u32>>>,
-    ) -> PyResult<()> {
-        let mut dense = Vec::with_capacity(layers.len());
-        for (keys, values) in layers {
-            let (keys, values, rows) = self.take_pair(&self.pair(keys, values)?)?;
-            dense.push(DenseLayer { rows, keys, values });
-        }
-        self.call(py, |state| {
-            let tokens = dense.first().map_or(0, |layer| layer.rows.tokens);
-            let of_layers = kept.into_iter().map(|kept| LayerSelection::new(tokens, kept));
-            let selection = Selection::new(of_layers.collect::<Result<Vec<_>>>()?)?;
-            block_on(state.cache.keep(sequence, dense, &selection))
-        })
-    }
-
     pub fn swap_out(&self, py: Python<'_>, sequence: usize) -> PyResult<SwappedSequence<B::Indices>> {
         self.call(py, |state| block_on(state.cache.swap_out(sequence)))
     }
@@ -473,16 +450,4 @@ pub struct HeldSpan {
     pub positions: Vec<usize>,
     pub keys: CpuTensor,
     pub values: CpuTensor,
-}
-
-fn kept(selection: &Selection) -> Vec<Vec<Vec<u32>>> {
-    let of_layer = |layer: &LayerSelection| (0..layer.kv_heads()).map(|head| layer.kept(head).to_vec()).collect();
-    selection.layers().iter().map(of_layer).collect()
-}
-
-/// Text and images of a prompt.
-pub fn spans_of(tokens: usize, images: &[(usize, usize)]) -> Result<Spans> {
-    let images: Vec<TokenRange> =
-        images.iter().map(|&(start, end)| TokenRange::new(start, end)).collect::<Result<_>>()?;
-    Spans::new(tokens, &images)
 }

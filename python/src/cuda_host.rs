@@ -1,9 +1,11 @@
 //! CUDA: tensors of the caller stay where they lie, and work is ordered with the caller's current stream.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvpack::backend::Device;
 use kvpack::cache::ModelCache;
+use kvpack::cuda::cudarc::driver::sys::CUcontext;
+use kvpack::cuda::cudarc::driver::sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
 use kvpack::cuda::cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 use kvpack::cuda::cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 use kvpack::cuda::{Cuda, KernelCache, LayerTensors, ModelStep, StepLaunches, Tensor};
@@ -13,7 +15,7 @@ use pyo3::PyResult;
 use pyo3::prelude::*;
 
 use crate::errors::{raised, wrong_tensor};
-use crate::host::{Host, LayerRows, Prepared};
+use crate::host::{CallOrder, Host, LayerRows, Prepared};
 use crate::torch::Torch;
 use crate::view::{Place, View};
 
@@ -34,13 +36,39 @@ fn opened(ordinal: &str, stream: u64) -> Result<Cuda> {
     let refuse = |reason: String| Error::Adapter { reason };
     let ordinal: usize =
         ordinal.parse().map_err(|_| refuse(format!("'cuda:{ordinal}' is no device; use cuda:0 and so on")))?;
-    // cudarc panics at the first call if the driver is missing.
-    if !kvpack::cuda::driver_present() {
+    if !driver_present() {
         let reason = "the CUDA driver (libcuda) was not found; install NVIDIA's driver or use device='cpu'";
         return Err(refuse(reason.into()));
     }
     let context = CudaContext::new(ordinal).map_err(|error| refuse(format!("CUDA device {ordinal}: {error}")))?;
     Cuda::new(stream_of(&context, stream), KernelCache::of_user())
+}
+
+/// Whether the driver is there. cudarc panics at the first call if it is missing.
+fn driver_present() -> bool {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    *PRESENT.get_or_init(kvpack::cuda::driver_present)
+}
+
+/// The context that a thread works in, null if none, which is set back when this is dropped: it is the current device
+/// of PyTorch and of the CUDA runtime.
+pub struct ThreadContext(Option<CUcontext>);
+
+impl ThreadContext {
+    /// An error says that the thread has none: no call has initialised the driver, or it is gone.
+    fn current() -> CUcontext {
+        result::ctx::get_current().ok().flatten().unwrap_or(std::ptr::null_mut())
+    }
+}
+
+impl Drop for ThreadContext {
+    fn drop(&mut self) {
+        if let Some(before) = self.0.filter(|&before| before != Self::current()) {
+            // SAFETY: it was current when this was made. It is the caller's, who has not destroyed it during a call.
+            // If it cannot be set back, the driver has failed, and the caller's next call says so.
+            _ = unsafe { result::ctx::set_current(before) };
+        }
+    }
 }
 
 fn stream_of(context: &Arc<CudaContext>, handle: u64) -> Arc<CudaStream> {
@@ -62,6 +90,31 @@ fn is_capturing(stream: &CudaStream) -> bool {
     stream.capture_status() != Ok(CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
+/// Whether what is freed on a stream would become part of a graph. Where the question fails otherwise, the device has
+/// failed and nothing reads the memory, or the process was forked and its driver gives nothing back.
+fn forbids_frees(stream: &CudaStream) -> bool {
+    match stream.capture_status() {
+        Ok(status) => status != CU_STREAM_CAPTURE_STATUS_NONE,
+        Err(error) => error.0 == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+    }
+}
+
+fn refuse<T>(what: &str, hint: &str) -> Result<T> {
+    Err(Error::Unsupported { what: what.into(), hint: hint.into() })
+}
+
+/// Orders a stream behind another. A capture allows that of streams outside it with none within.
+fn order(stream: &CudaStream, behind: &CudaStream) -> Result<()> {
+    if stream.cu_stream() == behind.cu_stream() {
+        return Ok(());
+    }
+    if is_capturing(stream) || is_capturing(behind) {
+        let what = "a call on this stream while a CUDA graph is captured on another stream of the cache";
+        return refuse(what, "call it on the stream of the capture, or after the capture");
+    }
+    stream.join(behind).map_err(driver("ordering streams"))
+}
+
 /// The streams that a cache was called on, and the steps of its layers.
 pub struct CudaState {
     /// The stream of the last call. What the cache has queued is complete when this stream is.
@@ -79,7 +132,7 @@ impl CudaState {
         }
         let stream = stream_of(backend.stream().context(), current);
         if !is_capturing(&stream) {
-            stream.join(last).map_err(driver("ordering streams"))?;
+            order(&stream, last)?;
             *last = stream.clone();
         }
         Ok(stream)
@@ -101,7 +154,13 @@ impl Host for Cuda {
     type State = CudaState;
     type Prepared = StepLaunches;
 
+    type ThreadDevice = ThreadContext;
+
     const READS_ROWS: bool = false;
+
+    fn thread_device() -> ThreadContext {
+        ThreadContext(driver_present().then(ThreadContext::current))
+    }
 
     fn place(&self) -> Place {
         Place::Cuda(self.stream().context().ordinal() as i32)
@@ -121,40 +180,40 @@ impl Host for Cuda {
         torch.unwrap_or(self.stream().cu_stream() as u64)
     }
 
-    fn enter(&self, state: &mut CudaState, current: u64) -> Result<()> {
-        let stream = state.current(self, current)?;
+    fn enter(&self, state: &mut CudaState, order: CallOrder) -> Result<()> {
+        let stream = state.current(self, order.stream)?;
         if is_capturing(&stream) {
-            let what =
-                "a CUDA graph is captured: it can hold store, attend and store_attend of a step whose 'graph' is \
-                        a number, and none of this"
-                    .into();
-            return Err(Error::Unsupported { what, hint: "call it before or after the capture".into() });
+            let hint = "a graph can hold store, attend and store_attend of a step whose 'graph' is a number; make \
+                        other calls before or after the capture";
+            return refuse("this call while a CUDA graph is captured", hint);
         }
-        if stream.cu_stream() != self.stream().cu_stream() {
-            self.stream().join(&stream).map_err(driver("ordering streams"))?;
-        }
-        Ok(())
+        self::order(self.stream(), &stream)
     }
 
-    fn leave(&self, state: &mut CudaState) -> Result<()> {
+    fn leave(&self, state: &mut CudaState, order: CallOrder) -> Result<()> {
         match &state.last {
             Some(last) if last.cu_stream() != self.stream().cu_stream() => {
-                last.join(self.stream()).map_err(driver("ordering streams"))
+                last.join(self.stream()).map_err(driver("ordering streams"))?;
             }
-            _ => Ok(()),
+            _ => {}
         }
+        if order.foreign { self.stream().synchronize().map_err(driver("waiting for a call")) } else { Ok(()) }
     }
 
-    /// A stream that a graph captures takes no such order: it would become part of the graph, or end the capture.
-    fn before_drop(&self, state: &mut CudaState) {
-        let Some(last) = state.last.take().filter(|last| last.cu_stream() != self.stream().cu_stream()) else { return };
+    fn may_free(&self, state: &mut CudaState) -> bool {
+        let own = self.stream();
         // The context keeps the error of an earlier drop for its next call. That call is none of those that matter.
-        _ = self.stream().context().bind_to_thread();
-        if !is_capturing(self.stream()) && !is_capturing(&last) {
+        _ = own.context().bind_to_thread();
+        let last = state.last.as_ref().filter(|last| last.cu_stream() != own.cu_stream());
+        if forbids_frees(own) || last.is_some_and(|last| forbids_frees(last)) {
+            return false;
+        }
+        if let Some(last) = last {
             // Nobody is there to be told of a failure. Where the order fails, the device has failed and nothing reads
             // the memory, or the process was forked and its driver gives nothing back.
-            _ = self.stream().join(&last);
+            _ = own.join(last);
         }
+        true
     }
 
     fn prepare(&self, state: &mut CudaState, cache: &ModelCache<Self>, longest: usize) -> Result<()> {
@@ -185,12 +244,19 @@ impl Host for Cuda {
     fn launch(
         &self,
         state: &mut CudaState,
-        current: u64,
+        order: CallOrder,
         launches: &StepLaunches,
         layer: usize,
         rows: &LayerRows<'_>,
     ) -> PyResult<()> {
-        let stream = state.current(self, current).map_err(raised)?;
+        let stream = state.current(self, order.stream).map_err(raised)?;
+        if order.foreign {
+            if is_capturing(&stream) {
+                let what = "a tensor of another library than PyTorch while a CUDA graph is captured";
+                return refuse(what, "the graph does not keep its memory; pass tensors of PyTorch").map_err(raised);
+            }
+            self::order(&stream, self.stream()).map_err(raised)?;
+        }
         // The caller holds the tensors during the call, and their memory is reused in the order of its stream.
         let of = |(what, view): (&str, &View)| tensor(what, view, Arc::new(()));
         let launched = match rows {
@@ -206,7 +272,9 @@ impl Host for Cuda {
                 launches.store_and_attend(&stream, layer, &LayerTensors { keys, values, queries, output })
             }
         };
-        launched.map_err(raised)
+        // Their library may reuse the memory as soon as the views of the call are dropped.
+        let done = if order.foreign { stream.synchronize().map_err(driver("waiting for a call")) } else { Ok(()) };
+        launched.and(done).map_err(raised)
     }
 
     fn take(&self, what: &str, view: &View) -> PyResult<Tensor> {
@@ -216,6 +284,21 @@ impl Host for Cuda {
 
     fn take_rows(&self, what: &str, view: &View, _: &RowLayout, _: &AttentionShape) -> PyResult<Tensor> {
         self.take(what, view)
+    }
+
+    fn check_output(&self, out: &View, queries: &View, stored: &[View]) -> PyResult<()> {
+        let overlaps = |view: &View| view.is_contiguous() && out.overlaps(view);
+        let same = out.address == queries.address && out.element == queries.element;
+        if overlaps(queries) && !same {
+            return Err(wrong_tensor(
+                "out",
+                "it overlaps a part of the queries; pass the queries themselves or another",
+            ));
+        }
+        if stored.iter().any(overlaps) {
+            return Err(wrong_tensor("out", "it overlaps the keys or the values; pass another"));
+        }
+        Ok(())
     }
 
     fn output(&self, view: &View, _: &View) -> PyResult<Tensor> {

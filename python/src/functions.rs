@@ -145,7 +145,7 @@ fn given<'py>(
     shape: &[usize],
 ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
     let new = |shape: &[usize], tensor: &CpuTensor| {
-        let new = new_like(like, shape, ElementType::F32)?;
+        let new = new_like(like, Place::Cpu, shape, ElementType::F32)?;
         Cpu::new().give(tensor, &View::of("result", &new, None)?)?;
         Ok::<_, PyErr>(new)
     };

@@ -9,9 +9,10 @@ use crate::cache::Shared;
 use crate::errors::raised;
 use crate::forked::with_threads;
 use crate::host::Host;
+#[cfg(feature = "cuda")]
+use crate::on_device::OnDevice;
 
 /// The cache of a backend.
-#[cfg_attr(feature = "cuda", expect(clippy::large_enum_variant, reason = "a cache has one, behind Python's pointer"))]
 pub enum Held {
     Cpu(Shared<Cpu>),
     #[cfg(feature = "cuda")]
@@ -41,7 +42,7 @@ pub struct Swapped {
 pub enum HeldSequence {
     Cpu(SwappedSequence<CpuIndices>),
     #[cfg(feature = "cuda")]
-    Cuda(SwappedSequence<kvpack::cuda::Indices>),
+    Cuda(OnDevice<kvpack::cuda::Cuda, SwappedSequence<kvpack::cuda::Indices>>),
 }
 
 #[pymethods]
@@ -94,6 +95,7 @@ pub fn open(
         ("cpu", _) => Ok(Held::Cpu(shared(py, Cpu::new(), kinds, shape, sequences, budget)?)),
         #[cfg(feature = "cuda")]
         ("cuda", ordinal) => {
+            let _device = <kvpack::cuda::Cuda as Host>::thread_device();
             let host = crate::cuda_host::open(py, ordinal, stream)?;
             Ok(Held::Cuda(shared(py, host, kinds, shape, sequences, budget)?))
         }

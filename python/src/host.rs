@@ -9,6 +9,7 @@ use kvpack::cpu::{Cpu, CpuTensor};
 use kvpack::plan::{ElementType, Elements, RowLayout};
 use kvpack::{AttentionShape, Result};
 use pyo3::prelude::*;
+use smallvec::{SmallVec, smallvec};
 
 use crate::errors::{raised, wrong_tensor};
 use crate::view::{Place, View};
@@ -34,6 +35,24 @@ impl LayerRows<'_> {
     pub const fn stores(&self) -> bool {
         !matches!(self, Self::Attend { .. })
     }
+
+    pub fn views(&self) -> SmallVec<[&View; 4]> {
+        match *self {
+            Self::Store { keys, values } => smallvec![keys, values],
+            Self::Attend { queries, out } => smallvec![queries, out],
+            Self::Both { keys, values, queries, out } => smallvec![keys, values, queries, out],
+        }
+    }
+}
+
+/// The order of a call and of the caller's work.
+#[derive(Clone, Copy)]
+pub struct CallOrder {
+    /// The handle of the stream that the caller works on.
+    pub stream: u64,
+    /// Whether tensors of another library than PyTorch are among those of the call. Their contents are ordered on the
+    /// backend's stream, and their memory may be reused as soon as the call returns.
+    pub foreign: bool,
 }
 
 /// A backend that the module has.
@@ -49,6 +68,12 @@ pub trait Host:
     /// The launches of a prepared step.
     type Prepared: Clone + Send + Sync + 'static;
 
+    /// Sets the thread's current device back when it is dropped.
+    type ThreadDevice;
+
+    /// Remembers the thread's current device. Calls of the backend, and drops of what lies on it, bind another.
+    fn thread_device() -> Self::ThreadDevice;
+
     /// Where its tensors lie.
     fn place(&self) -> Place;
 
@@ -59,14 +84,15 @@ pub trait Host:
     fn current_stream(&self, py: Python<'_>) -> u64;
 
     /// Orders the backend's stream behind the caller's current one.
-    fn enter(&self, state: &mut Self::State, current: u64) -> Result<()>;
+    fn enter(&self, state: &mut Self::State, order: CallOrder) -> Result<()>;
 
-    /// Orders the caller's stream of `enter` behind the backend's.
-    fn leave(&self, state: &mut Self::State) -> Result<()>;
+    /// Orders the caller's stream of `enter` behind the backend's. Waits for the work where tensors may be reused at
+    /// once.
+    fn leave(&self, state: &mut Self::State, order: CallOrder) -> Result<()>;
 
     /// Orders the backend's stream behind all work of a cache that is dropped: its memory is given back in the order of
-    /// that stream.
-    fn before_drop(&self, state: &mut Self::State);
+    /// that stream. False where a graph captures one of the streams: the memory must not be given back then.
+    fn may_free(&self, state: &mut Self::State) -> bool;
 
     /// Compiles what steps of up to `longest` tokens of a sequence need.
     fn prepare(&self, state: &mut Self::State, cache: &ModelCache<Self>, longest: usize) -> Result<()>;
@@ -83,7 +109,7 @@ pub trait Host:
     fn launch(
         &self,
         state: &mut Self::State,
-        current: u64,
+        order: CallOrder,
         launches: &Self::Prepared,
         layer: usize,
         rows: &LayerRows<'_>,
@@ -101,6 +127,9 @@ pub trait Host:
     /// Rows `[tokens, kv_heads, head_dim]` of the caller where they lie, in this layout.
     fn take_rows(&self, what: &str, view: &View, rows: &RowLayout, shape: &AttentionShape) -> PyResult<Self::Tensor>;
 
+    /// Checks that an output may be written while the queries and what is stored are read.
+    fn check_output(&self, out: &View, queries: &View, stored: &[View]) -> PyResult<()>;
+
     /// A tensor that a result of this input is written to. The caller checked it.
     fn output(&self, view: &View, input: &View) -> PyResult<Self::Tensor>;
 
@@ -115,7 +144,11 @@ impl Host for Cpu {
     type State = ();
     type Prepared = Infallible;
 
+    type ThreadDevice = ();
+
     const READS_ROWS: bool = true;
+
+    fn thread_device() {}
 
     fn state(&self) {}
 
@@ -123,15 +156,17 @@ impl Host for Cpu {
         0
     }
 
-    fn enter(&self, (): &mut (), _: u64) -> Result<()> {
+    fn enter(&self, (): &mut (), _: CallOrder) -> Result<()> {
         Ok(())
     }
 
-    fn leave(&self, (): &mut ()) -> Result<()> {
+    fn leave(&self, (): &mut (), _: CallOrder) -> Result<()> {
         Ok(())
     }
 
-    fn before_drop(&self, (): &mut ()) {}
+    fn may_free(&self, (): &mut ()) -> bool {
+        true
+    }
 
     fn prepare(&self, (): &mut (), _: &ModelCache<Self>, _: usize) -> Result<()> {
         Ok(())
@@ -141,7 +176,7 @@ impl Host for Cpu {
         Ok(None)
     }
 
-    fn launch(&self, (): &mut (), _: u64, never: &Infallible, _: usize, _: &LayerRows<'_>) -> PyResult<()> {
+    fn launch(&self, (): &mut (), _: CallOrder, never: &Infallible, _: usize, _: &LayerRows<'_>) -> PyResult<()> {
         match *never {}
     }
 
@@ -169,6 +204,11 @@ impl Host for Cpu {
     fn take_rows(&self, what: &str, view: &View, rows: &RowLayout, shape: &AttentionShape) -> PyResult<CpuTensor> {
         view.check_place(what, Place::Cpu)?;
         in_place(rows.elements_needed(shape), view)
+    }
+
+    /// `output` makes another tensor where they overlap.
+    fn check_output(&self, _: &View, _: &View, _: &[View]) -> PyResult<()> {
+        Ok(())
     }
 
     fn output(&self, view: &View, input: &View) -> PyResult<CpuTensor> {

@@ -14,6 +14,7 @@ mod functions;
 mod held;
 mod host;
 mod layers;
+mod on_device;
 mod python_cache;
 mod python_step;
 mod recipe;

@@ -113,7 +113,7 @@ impl Cache {
         let held = match &self.held {
             Held::Cpu(shared) => HeldSequence::Cpu(shared.swap_out(py, sequence)?),
             #[cfg(feature = "cuda")]
-            Held::Cuda(shared) => HeldSequence::Cuda(shared.swap_out(py, sequence)?),
+            Held::Cuda(shared) => HeldSequence::Cuda(crate::on_device::OnDevice::new(shared.swap_out(py, sequence)?)),
         };
         Ok(Swapped { held })
     }

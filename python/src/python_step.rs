@@ -24,7 +24,8 @@ impl Step {
     }
 
     /// Attends to a layer with queries ``[rows, query_heads, head_dim]``. Returns ``out``, or a new tensor of the
-    /// queries' library and type.
+    /// queries' type: one of PyTorch for queries of PyTorch, and a NumPy array for others. NumPy has no bfloat16, and
+    /// no arrays on CUDA: such queries need ``out``.
     #[pyo3(signature = (layer, queries, out=None))]
     fn attend<'py>(
         &self,

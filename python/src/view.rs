@@ -4,7 +4,6 @@ use std::any::Any;
 use std::sync::Arc;
 
 use kvpack::plan::{ElementType, RowLayout};
-use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -202,7 +201,7 @@ impl View {
         let out = match out {
             Some(out) => out,
             None if self.of_torch && self.is_contiguous() => Torch::empty_like(queries)?,
-            None => new_like(queries, &self.shape, self.element)?,
+            None => new_like(queries, self.place, &self.shape, self.element)?,
         };
         let to = Self::of("out", &out, stream)?;
         to.check_place("out", self.place)?;
@@ -278,21 +277,28 @@ pub fn wrong_type(what: &str, given: &str) -> PyErr {
     wrong_tensor(what, format!("its elements are {given}; use float32, float16 or bfloat16"))
 }
 
-/// A new contiguous tensor of the library that `like` is of, on its device.
-pub fn new_like<'py>(like: &Bound<'py, PyAny>, shape: &[usize], element: ElementType) -> PyResult<Bound<'py, PyAny>> {
+const NO_ARRAYS: &str =
+    "kvpack makes tensors on CUDA with PyTorch alone; pass tensors of PyTorch, or out= where the call takes it";
+
+/// A new contiguous tensor on this device: PyTorch's like a tensor of PyTorch, and NumPy's like any other.
+pub fn new_like<'py>(
+    like: &Bound<'py, PyAny>,
+    place: Place,
+    shape: &[usize],
+    element: ElementType,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = like.py();
-    let name = match element {
-        ElementType::F32 => "float32",
-        ElementType::F16 => "float16",
-        ElementType::Bf16 => "bfloat16",
-    };
     if let Some(torch) = Torch::imported(py).filter(|torch| torch.has(like)) {
         let keywords = PyDict::new(py);
         keywords.set_item(intern!(py, "dtype"), torch.name_of(element))?;
         return like.call_method(intern!(py, "new_empty"), (PyTuple::new(py, shape)?,), Some(&keywords));
     }
-    if element == ElementType::Bf16 {
-        return Err(PyTypeError::new_err("NumPy has no bfloat16; pass out= for the result"));
-    }
+    let refuse = |reason| Err(wrong_tensor("out", reason));
+    let name = match (place, element) {
+        (Place::Cuda(_), _) => return refuse(NO_ARRAYS),
+        (Place::Cpu, ElementType::Bf16) => return refuse("NumPy has no bfloat16; pass out= for the result"),
+        (Place::Cpu, ElementType::F32) => "float32",
+        (Place::Cpu, ElementType::F16) => "float16",
+    };
     py.import("numpy")?.call_method1("empty", (shape.to_vec(), name))
 }

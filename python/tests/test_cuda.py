@@ -1,6 +1,7 @@
 """Every call on tensors of PyTorch on a card, against float64. Needs an NVIDIA GPU, PyTorch and a wheel with the
 feature cuda, by hand: ``python -m pytest test_cuda.py``."""
 
+import ctypes
 import gc
 import os
 import threading
@@ -307,14 +308,24 @@ def test_tensors_may_begin_at_any_element(tokens):
     assert torch.equal(*outputs)
 
 
+class Only:
+    """A tensor of another library."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+
+class Unordered(Only):
+    """A tensor that is ordered with no stream."""
+
+    def __dlpack__(self, **options):
+        return super().__dlpack__(**{**options, "stream": -1})
+
+
 def test_dlpack_alone():
-    class Only:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
-        def __dlpack__(self, **options):
-            return self.tensor.__dlpack__(**options)
-
     cache, same = new_cache(), new_cache()
     queries = rows(1, HEADS)
     with cache.begin([0]) as step, same.begin([0]) as other:
@@ -323,6 +334,83 @@ def test_dlpack_alone():
             step.store(layer, Only(rows(1)), Only(rows(1, seed=1)))
             step.attend(layer, Only(queries), out=Only(out))
             assert torch.equal(out, other.store_attend(layer, rows(1), rows(1, seed=1), queries))
+
+
+def test_new_tensors_are_those_of_pytorch():
+    cache = new_cache()
+    run_step(cache, [0], 1)
+    with cache.begin_attend([(0, 1)]) as step, pytest.raises(kvpack.TensorError, match="PyTorch alone; pass tensors"):
+        step.attend(0, Only(rows(1, HEADS)))
+
+
+def test_outputs_that_overlap_a_part_of_what_is_read():
+    cache = new_cache()
+    room = rows(8, HEADS)
+    queries, keys = room[1:3], rows(2)
+    with cache.begin([(0, 2)]) as step:
+        for layer in range(LAYERS):
+            step.store(layer, keys, rows(2, seed=1))
+        wanted = step.attend(0, queries)
+        for out in (room[:2], room[2:4], room.view(torch.float32).flatten()[HEADS * CHANNELS // 2:][:wanted.numel()]):
+            with pytest.raises(kvpack.TensorError, match="overlaps a part of the queries"):
+                step.attend(0, queries, out=out.view(2, HEADS, CHANNELS))
+        assert step.attend(0, queries, out=queries) is queries and torch.equal(queries, wanted)
+    with cache.begin([0]) as step:
+        for layer in range(LAYERS):
+            if layer == 0:
+                with pytest.raises(kvpack.TensorError, match="overlaps the keys or the values"):
+                    step.store_attend(0, room[1:2, :KV_HEADS], rows(1), rows(1, HEADS), out=room[1:2])
+            step.store(layer, rows(1), rows(1))
+
+
+def context():
+    found = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found))
+    return found.value
+
+
+def pool_bytes():
+    """What this process has allocated of the device's pool, where caches lie."""
+    driver, pool, used = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
+    assert driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0) == 0
+    assert driver.cuMemPoolGetAttribute(pool, 7, ctypes.byref(used)) == 0  # CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+    return used.value
+
+
+def test_threads_keep_their_device():
+    found = []
+
+    def work():
+        found.append(context())
+        cache = new_cache()
+        found.append(context())
+        cache.prepare()
+        cache.reserve([(0, 300)])
+        found.append(context())
+        cache.clear(0)
+        del cache
+        found.append(context())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [None] * 4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_stays():
+    with torch.cuda.device(1):
+        tensors = [rows(1).to("cuda:1"), rows(1).to("cuda:1"), rows(1, HEADS).to("cuda:1")]
+    cache = new_cache(device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    cache.prepare()
+    assert torch.cuda.current_device() == 0
+    with cache.begin([0]) as step:
+        for layer in range(LAYERS):
+            step.store_attend(layer, *tensors)
+            assert torch.cuda.current_device() == 0
+    del step, cache
+    assert torch.cuda.current_device() == 0
 
 
 # --- order --------------------------------------------------------------------------------------------------------
@@ -354,6 +442,48 @@ def test_work_follows_the_current_stream():
             with quiet.begin([(0, tokens)]) as step:
                 wanted = [step.store_attend(layer, keys, values, queries) for layer in range(LAYERS)]
             assert all(torch.equal(a, b) for a, b in zip(sums, wanted))
+
+
+def test_mixed_tensors_follow_both_streams():
+    """PyTorch's are written late on its current stream, the others on the stream of the cache."""
+    own, side = torch.cuda.Stream(), torch.cuda.Stream()
+    cache, quiet = new_cache(stream=own.cuda_stream), new_cache()
+    keys, values, queries = rows(1), rows(1, seed=1), rows(1, HEADS)
+    for each in (cache, quiet):
+        run_step(each, [(0, 40)], 40)
+    late = [torch.zeros_like(x) for x in (keys, values, queries)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side), cache.begin([0]) as step:
+        for stream, to, of in zip((own, side, side), late, (keys, values, queries)):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+                to.copy_(of)
+        found = [step.store_attend(layer, Only(late[0]), *late[1:]) for layer in range(LAYERS)]
+    with quiet.begin([0]) as step:
+        wanted = [step.store_attend(layer, keys, values, queries) for layer in range(LAYERS)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_tensors_of_other_libraries_may_be_freed_at_once(tokens):
+    cache, same, side = new_cache(), new_cache(), torch.cuda.Stream()
+    for each in (cache, same):
+        run_step(each, [(0, 5000)], 5000)
+    keys, values, queries = rows(tokens), rows(tokens, seed=1), rows(tokens, HEADS)
+    with same.begin([(0, tokens)]) as step:
+        wanted = [step.store_attend(layer, keys, values, queries) for layer in range(LAYERS)]
+    with cache.begin([(0, tokens)]) as step:
+        for layer in range(LAYERS):
+            given, out = [x.clone() for x in (keys, values, queries)], torch.empty_like(queries)
+            torch.cuda._sleep(20_000_000)
+            step.store_attend(layer, *map(Only, given), out=Only(out))
+            with torch.cuda.stream(side):  # as who has freed them would
+                assert torch.equal(out, wanted[layer])
+                [x.fill_(float("nan")) for x in given]
+    for layer in range(LAYERS):
+        for mine, theirs in zip(held(cache, layer, 0), held(same, layer, 0)):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 def test_layers_may_run_on_another_stream_than_begin():
@@ -617,6 +747,52 @@ def test_what_a_graph_cannot_hold_is_refused():
     step.replayed()
     step.commit()
     assert torch.isfinite(out).all() and cache.length(0) == 2
+
+
+def test_captures_refuse_other_streams_and_other_libraries():
+    cache, side = new_cache(), torch.cuda.Stream()
+    run_step(cache, [0], 1)
+    step, out = cache.begin([0]), torch.zeros_like(rows(1, HEADS))
+    tensors, graph = [rows(1), rows(1), rows(1, HEADS)], torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        step.store_attend(0, *tensors, out=out)  # the capture follows on the stream of this call
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        for layer in range(LAYERS):
+            step.store_attend(layer, *tensors, out=out)
+        with pytest.raises(kvpack.Error, match="another library than PyTorch"):
+            step.store_attend(0, Unordered(tensors[0]), *tensors[1:], out=out)
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            with pytest.raises(kvpack.Error, match="captured on another stream of the cache.*after the capture"):
+                step.store_attend(0, *tensors, out=out)
+    graph.replay()
+    step.replayed()
+    step.commit()
+    assert torch.isfinite(out).all() and cache.length(0) == 2
+
+
+def test_a_cache_may_be_dropped_while_its_stream_is_captured():
+    """Its memory is free after the capture, and no graph holds what frees it."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x = torch.zeros(4, device="cuda")
+    cache = new_cache(stream=stream.cuda_stream, sequences=1)
+    run_step(cache, [0], 1)
+    cache.reserve([(0, 1 << 18)])
+    torch.cuda.synchronize()
+    before = pool_bytes()
+    with torch.cuda.graph(graph, stream=stream):
+        x += 1
+        del cache
+        gc.collect()
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2.0] * 4
+    other = new_cache()  # drops what was left
+    torch.cuda.synchronize()
+    run_step(other, [0], 1)
+    torch.cuda.synchronize()
+    assert pool_bytes() < before
 
 
 def test_a_long_prompt_is_for_no_graph():

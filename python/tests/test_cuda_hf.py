@@ -131,3 +131,18 @@ def test_greedy_tokens_are_those_of_the_model(models):
         logits = wanted.logits[step][row].float()
         assert abs(logits[mine[step]] - logits[theirs[step]]) < noise * logits.abs().max()
     print(f"{same} of 3 sequences of 200 tokens are equal")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_graphs_of_models_on_two_devices():
+    """PyTorch's own stream for captures belongs to the first device that captures."""
+    config = FAMILIES["llama"][0](**SMALL)
+    first = transformers.AutoModelForCausalLM.from_config(config).eval().cuda()
+    ids = torch.randint(2, 97, (1, 20), device="cuda")
+    for device in ("cuda:0", "cuda:1"):
+        model = copy.deepcopy(first).to(device)
+        given = [ids.to(device), torch.ones_like(ids).to(device)]
+        wanted = generated(kvpack.hf.enable(model, "f16"), *given, max_new_tokens=8)
+        found = generated(kvpack.hf.use_graphs(model), *given, max_new_tokens=8)
+        assert kvpack.hf.why_no_graphs(model) is None and torch.equal(found.sequences, wanted.sequences)
+        assert torch.cuda.current_device() == 0

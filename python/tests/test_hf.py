@@ -106,6 +106,74 @@ def test_a_cache_is_freed_at_once(model):
     assert gone() is None
 
 
+def test_a_cache_of_the_caller_is_used_or_refused(model):
+    ids, mask = prompts(1, 20)
+    kvpack.hf.enable(model, "f16")
+    cache, other = kvpack.hf.PackedCache("f16"), transformers.DynamicCache()
+    first = generated(model, ids, mask, max_new_tokens=3, **{CACHE: cache})
+    assert getattr(first, CACHE) is cache and cache.get_seq_length() == 22
+    for given in (other, transformers.StaticCache(model.config, max_cache_len=40)):
+        with pytest.raises(kvpack.Error, match=rf"is a {type(given).__name__}.*pass kvpack.hf.PackedCache\(recipe\)"):
+            generated(model, ids, mask, max_new_tokens=3, **{CACHE: given})
+
+
+def test_prompts_in_chunks_are_the_same(model):
+    ids, mask = prompts(3, 40)
+    mask[1, :18], mask[2, :] = 0, 1  # a chunk of padding alone
+    kvpack.hf.enable(model, "f16")
+    wanted = generated(model, ids, mask, max_new_tokens=4)
+    given = generated(model, ids, mask, max_new_tokens=4, prefill_chunk_size=16)
+    same_tokens(given, wanted, 40)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_masks_that_hide_stored_tokens_are_refused(model, graphs, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kvpack.hf._graphs, "Graphs", OnTheHost)
+    ids, mask = prompts(2, 12)
+    hidden, shown, gap = mask.clone(), torch.ones_like(mask), mask.clone()
+    hidden[0, 2] = hidden[0, :2] = 0
+    gap[0, 5] = 0
+    kvpack.hf.enable(model, "f16")
+    if graphs:
+        kvpack.hf.use_graphs(model)
+    cache = kvpack.hf.PackedCache("f16")
+    call = lambda mask: model.model(input_ids=ids[:, 11:], attention_mask=mask, **{CACHE: cache})
+    with torch.no_grad():
+        model.model(input_ids=ids[:, :11], attention_mask=mask[:, :11], **{CACHE: cache})
+        for wrong, text in ((hidden, "row 0: the mask shows 8 earlier tokens; the cache holds 11"), (gap, "padding"),
+                            (shown, "row 1: the mask shows 11 earlier tokens; the cache holds 8"),
+                            (None, "row 1: there is no mask, which shows 11 earlier tokens; the cache holds 8"),
+                            (mask[:, 11:], r"shape \[2, 1\]; kvpack.hf takes \[2, 12\]"),
+                            (torch.cat([mask, mask[:, :1]], 1), r"shape \[2, 13\]"),
+                            (mask[:, None, None].bool(), r"shape \[2, 1, 1, 12\]"),
+                            (mask[:1], r"shape \[1, 12\]")):
+            with pytest.raises(kvpack.Error, match=text):
+                call(wrong)
+            assert cache.get_seq_length() == 11
+        call(mask)
+    assert cache.get_seq_length() == 12 and cache.held.cache.length(1) == 9
+
+
+def test_gradients_are_not_lost_silently(model):
+    ids, mask = prompts(2, 12)
+    kvpack.hf.enable(model, "f16")
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask, **{CACHE: kvpack.hf.PackedCache("f16")}).logits
+    given = model(ids, attention_mask=mask, **{CACHE: kvpack.hf.PackedCache("f16")}).logits
+    assert torch.equal(given, wanted) and given.requires_grad and not wanted.requires_grad
+    with pytest.raises(kvpack.Error, match="has no gradient"):
+        given.sum().backward()
+
+
+def test_masks_that_are_not_causal_are_refused(model):
+    ids, mask = prompts(2, 12)
+    kvpack.hf.enable(model, "f16")
+    model.config.is_causal = False
+    with pytest.raises(kvpack.Error, match="a mask of its own"):
+        model(ids, attention_mask=mask, **{CACHE: kvpack.hf.PackedCache("f16")})
+
+
 def test_beams_are_those_of_the_model(model):
     ids, mask = prompts(2, 20)
     wanted = generated(model, ids, mask, max_new_tokens=16, num_beams=3)
@@ -207,7 +275,7 @@ class OnTheHost(kvpack.hf._graphs.Graphs):
     def anew(self, step):
         return self.replays == 5
 
-    def capture(self, layers):
+    def capture(self, layers, device):
         def replay():
             self.replays += 1
             layers()

@@ -165,6 +165,11 @@ def test_outputs():
                             (np.empty((3, 4, 64), np.float64), "float64"), ("out", "has no __dlpack__")):
             with pytest.raises(kvpack.TensorError, match=text):
                 step.attend(0, queries, out=wrong)
+        words = (queries.view(np.uint32) >> 16).astype(np.uint16)
+        with pytest.raises(kvpack.TensorError, match="out: NumPy has no bfloat16; pass out="):
+            step.attend(0, Pointer(words, "torch.bfloat16"))
+        step.attend(0, Pointer(words, "torch.bfloat16"), out=out)
+        np.testing.assert_allclose(out, new, atol=0.05)
 
 
 def test_a_used_capsule_is_refused():

@@ -10,10 +10,11 @@ use kvpack::cache::{ModelRecipe, PromptSpan};
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
 use kvpack::wgpu::{Requirements, Tensor, Wgpu, choose_adapter, open_device};
 use kvpack::{AttentionShape, Error, KvCache};
+use wasm_bindgen::JsCast;
 use wasm_bindgen::prelude::*;
 use wgpu::ExperimentalFeatures;
 
-use crate::javascript::{JsResult, thrown};
+use crate::javascript::{JsResult, thrown, whole};
 
 /// A WebGPU device with kvpack's kernels.
 #[wasm_bindgen]
@@ -37,21 +38,23 @@ impl Gpu {
     }
 
     /// A tensor of `elements` zeros of type "f32" or "f16".
-    pub fn tensor(&self, elements: usize, r#type: &str) -> JsResult<GpuTensor> {
+    pub fn tensor(&self, elements: f64, r#type: &str) -> JsResult<GpuTensor> {
+        let elements = whole("elements", elements)?;
         Tensor::zeroed(self.0.device(), elements, element_type(r#type)?).map(GpuTensor::new(&self.0)).map_err(thrown)
     }
 
     /// A tensor of the elements of a `Float32Array`.
     #[wasm_bindgen(js_name = uploadF32)]
     pub async fn upload_f32(&self, elements: Float32Array) -> JsResult<GpuTensor> {
-        let elements = elements.to_vec();
+        let elements = checked(elements, "a Float32Array")?.to_vec();
         self.0.upload(Elements::F32(&elements)).await.map(GpuTensor::new(&self.0)).map_err(thrown)
     }
 
-    /// A tensor of halves: the words of a `Uint16Array`, or of a `Float16Array`'s buffer.
+    /// A tensor of halves: the words of a `Uint16Array`, which may lie in the buffer of a `Float16Array`.
     #[wasm_bindgen(js_name = uploadF16)]
     pub async fn upload_f16(&self, words: Uint16Array) -> JsResult<GpuTensor> {
-        let elements: Vec<half::f16> = words.to_vec().into_iter().map(half::f16::from_bits).collect();
+        let words = checked(words, "a Uint16Array of the bits of halves")?.to_vec();
+        let elements: Vec<half::f16> = words.into_iter().map(half::f16::from_bits).collect();
         self.0.upload(Elements::F16(&elements)).await.map(GpuTensor::new(&self.0)).map_err(thrown)
     }
 }
@@ -101,12 +104,14 @@ impl Cache {
     #[wasm_bindgen(constructor)]
     pub fn new(
         gpu: &Gpu,
-        query_heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-        sequences: usize,
+        query_heads: f64,
+        kv_heads: f64,
+        head_dim: f64,
+        sequences: f64,
         recipe: &str,
     ) -> JsResult<Cache> {
+        let (query_heads, kv_heads) = (whole("query heads", query_heads)?, whole("KV heads", kv_heads)?);
+        let (head_dim, sequences) = (whole("head_dim", head_dim)?, whole("sequences", sequences)?);
         let shape = AttentionShape::new(query_heads, kv_heads, head_dim).map_err(thrown)?;
         let recipe: ModelRecipe = recipe.parse().map_err(thrown)?;
         let recipe = recipe.plain().map_err(thrown)?.layer(0, &shape);
@@ -117,13 +122,15 @@ impl Cache {
     /// `packed_from .. packed_to` are packed, as an image's; the others stay in f16, or go where the recipe packs text.
     pub async fn prefill(
         &mut self,
-        sequence: usize,
+        sequence: f64,
         keys: &GpuTensor,
         values: &GpuTensor,
-        packed_from: usize,
-        packed_to: usize,
+        packed_from: f64,
+        packed_to: f64,
     ) -> JsResult<()> {
-        let (shape, held) = (*self.0.shape(), self.tokens(sequence)?);
+        let sequence = whole("sequence", sequence)?;
+        let (packed_from, packed_to) = (whole("packed_from", packed_from)?, whole("packed_to", packed_to)?);
+        let (shape, held) = (*self.0.shape(), self.0.tokens(sequence).map_err(thrown)?);
         let (of_keys, of_values) = (keys.tensor.elements(), values.tensor.elements());
         let of_token = shape.kv_heads() * shape.head_dim();
         let tokens = of_keys / of_token;
@@ -170,8 +177,8 @@ impl Cache {
     }
 
     /// Tokens of a sequence.
-    pub fn tokens(&self, sequence: usize) -> JsResult<usize> {
-        self.0.tokens(sequence).map_err(thrown)
+    pub fn tokens(&self, sequence: f64) -> JsResult<usize> {
+        self.0.tokens(whole("sequence", sequence)?).map_err(thrown)
     }
 
     /// Bytes of the pages and ranges in use.
@@ -179,6 +186,16 @@ impl Cache {
     pub fn bytes(&self) -> f64 {
         self.0.memory().in_use_bytes() as f64
     }
+}
+
+/// An array of its declared type. JavaScript passes any value, and another array would be converted number by number.
+fn checked<A: JsCast + AsRef<JsValue>>(array: A, wanted: &str) -> JsResult<A> {
+    if array.is_instance_of::<A>() {
+        return Ok(array);
+    }
+    let given: &JsValue = array.as_ref();
+    let reason = format!("{given:?} was given; pass {wanted}");
+    Err(thrown(Error::Buffer { what: "a tensor", reason }))
 }
 
 fn element_type(name: &str) -> JsResult<ElementType> {

@@ -21,3 +21,13 @@ pub fn thrown(error: Error) -> JsValue {
     thrown.set_name(variant.split(|c: char| !c.is_alphanumeric()).next().unwrap_or("Error"));
     thrown.into()
 }
+
+/// A count or an index. A conversion to an integer would wrap large numbers, cut fractions off, and take 0 for a
+/// missing argument.
+pub fn whole(what: &'static str, given: f64) -> JsResult<usize> {
+    if given.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&given) {
+        return Ok(given as usize);
+    }
+    let reason = format!("{given} is no whole number from 0 to {}; pass one, as a number", u32::MAX);
+    Err(thrown(Error::Plan { what, reason }))
+}

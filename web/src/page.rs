@@ -11,7 +11,7 @@ use wgpu::ExperimentalFeatures;
 
 use crate::bench::{self, Bench};
 use crate::check;
-use crate::javascript::{JsResult, object, thrown};
+use crate::javascript::{JsResult, object, thrown, whole};
 use crate::quality::{self, Quality};
 
 /// Panics say where they were, on the console.
@@ -171,7 +171,8 @@ impl BenchRun {
     }
 
     /// Checks and times the format at `index`, and returns its row.
-    pub async fn row(&mut self, index: usize) -> JsResult<JsValue> {
+    pub async fn row(&mut self, index: f64) -> JsResult<JsValue> {
+        let index = whole("format", index)?;
         let format = bench::formats().get(index).copied().ok_or_else(|| no_such("format", index))?;
         let row = match &mut self.0 {
             BenchOn::Gpu(gpu, bench) => bench.row(gpu, format).await,
@@ -215,7 +216,8 @@ impl QualityRun {
     }
 
     /// Measures the format at `index`, and returns its row.
-    pub async fn row(&mut self, index: usize) -> JsResult<JsValue> {
+    pub async fn row(&mut self, index: f64) -> JsResult<JsValue> {
+        let index = whole("format", index)?;
         let format = quality::formats().get(index).copied().ok_or_else(|| no_such("format", index))?;
         let row = match &mut self.0 {
             QualityOn::Gpu(gpu, quality) => quality.row(gpu, format).await,

@@ -105,13 +105,18 @@ impl<B: Backend + Clone> Quality<B> {
     /// Stores the layer in a format, attends to it, and adds the row to the report.
     ///
     /// # Errors
-    /// Whatever the backend reports.
+    /// Whatever the backend reports, and outputs whose error is not finite.
     pub async fn row(&mut self, backend: &B, format: SegmentFormat) -> Result<&QualityRow> {
         let cache = self.stored(backend, format).await?;
         let mut outputs = Vec::with_capacity(self.exact.len());
         for query in &self.queries {
             let output = cache.attend(query, ElementType::F32).await?;
             outputs.extend(cache.backend().download(&output).await?);
+        }
+        let error = relative_error(&outputs, &self.exact);
+        if !error.is_finite() {
+            let message = format!("attention over {format} has an error of {error}, so the device computes wrongly");
+            return Err(Error::Gpu { message });
         }
         let memory = cache.memory();
         let protected = |name| format!("{name}+sink={KEPT}+window={KEPT}");
@@ -121,7 +126,7 @@ impl<B: Backend + Clone> Quality<B> {
                 _ => recipes::of_format(&format, &self.shape).map(protected),
             },
             format: format.to_string(),
-            error: relative_error(&outputs, &self.exact),
+            error,
             bytes: memory.in_use_bytes(),
             bits_per_element: memory.bits_per_element(),
             times_smaller: 16.0 / memory.bits_per_element(),
@@ -172,6 +177,7 @@ fn broken(reason: String) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use kvpack::backend::Device;
     use kvpack::cpu::Cpu;
 
     use super::*;
@@ -190,5 +196,10 @@ mod tests {
         assert!(rows[2].bytes < rows[1].bytes && rows[1].bytes < rows[0].bytes, "{rows:?}");
         assert!((rows[0].times_smaller - 1.0).abs() < 1e-9, "{rows:?}");
         assert!(pollster::block_on(Quality::new(&cpu, b"nothing")).is_err());
+        let nan = vec![f32::NAN; quality.queries[0].elements().len()];
+        quality.queries[0] = pollster::block_on(cpu.upload(nan.as_slice().into())).unwrap();
+        let error = pollster::block_on(quality.row(&cpu, SegmentFormat::F16)).unwrap_err();
+        assert!(error.to_string().contains("an error of NaN"), "{error}");
+        assert_eq!(quality.report().formats.len(), 3);
     }
 }

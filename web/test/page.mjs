@@ -172,9 +172,39 @@ await test("takes times in front only", async () => {
   await page.locator("#bench .status", { hasText: "Waiting" }).waitFor({ timeout: 30_000 });
   await page.evaluate(turn, "visible");
   expect((await ended(page, "bench")).state === "done", "it goes on when the tab is in front");
+  // Left while the data are made and the bandwidth is measured: both are taken again.
+  await page.evaluate(async () => {
+    const { Session } = await import("./kvpack.js");
+    const bench = Session.prototype.bench;
+    window.benches = 0;
+    Session.prototype.bench = function (...given) {
+      window.benches += 1;
+      const turn = (state) => {
+        Object.defineProperty(Document.prototype, "visibilityState", { configurable: true, get: () => state });
+        document.dispatchEvent(new Event("visibilitychange"));
+      };
+      if (window.benches === 1) ["hidden", "visible"].forEach(turn);
+      return bench.apply(this, given);
+    };
+  });
+  expect((await run(page, "bench")).state === "done", "it measures again");
+  expect((await page.evaluate(() => window.benches)) === 2, "the bandwidth that was taken behind other tabs is discarded");
   await page.evaluate(turn, "hidden");
   expect((await run(page, "check")).status.startsWith("1 passed"), "checks go on behind other tabs");
   expect(errors.length === 0, `console: ${errors}`);
+});
+
+await test("plots errors that are finite and above zero", async () => {
+  const { page } = await open(browser.context, server.link);
+  const drawn = await page.evaluate(async () => {
+    const { curve } = await import("./plot.js");
+    const place = document.createElement("div");
+    return [[NaN, 0, null, Infinity, 0.01], [NaN, 0]].map((errors) => {
+      curve(place, errors.map((error, bits) => ({ label: "a", bits, error })));
+      return place.querySelectorAll("circle").length;
+    });
+  });
+  expect(String(drawn) === "1,0", `points drawn: ${drawn}`);
 });
 
 await test("serves engines", async () => {
@@ -182,6 +212,9 @@ await test("serves engines", async () => {
   const differences = await page.evaluate(engine);
   expect(differences.shared && differences.type === "GPUBuffer", "tensors are buffers of the device");
   expect(differences.most < 1e-3, `attention differs by ${differences.most}`);
+  expect(differences.halves === "1,-2", `uploadF16 takes bits: ${differences.halves}`);
+  expect(differences.wrong.every((name) => name === "Plan"), `numbers: ${differences.wrong}`);
+  expect(differences.arrays.every((name) => name === "Buffer"), `arrays: ${differences.arrays}`);
   expect(differences.refused === "Format" || differences.refused === "HeadDim", `${differences.refused}`);
 });
 
@@ -340,5 +373,24 @@ async function engine() {
   } catch (error) {
     refused = error.name;
   }
-  return { most, refused, type: given.buffer.constructor.name, shared: gpu.device instanceof GPUDevice };
+  const numbers = [
+    () => gpu.tensor(2 ** 32 + 64, "f32"), () => gpu.tensor(0.9, "f32"), () => gpu.tensor(-1, "f32"), () => gpu.tensor(undefined, "f32"),
+    () => new Cache(gpu, heads, 1, headDim, 1.5, "f16"), () => cache.tokens(), () => cache.tokens(2 ** 32), () => cache.prefill(0, given, given),
+  ];
+  const others = [undefined, null, [1, 2], new Float64Array(2), new BigInt64Array(2)];
+  const uploads = [
+    ...[...others, new Float32Array(2)].map((array) => () => gpu.uploadF16(array)),
+    ...[...others, new Uint16Array(2)].map((array) => () => gpu.uploadF32(array)),
+  ];
+  const outcome = async (call) => {
+    const late = new Promise((resolve) => setTimeout(resolve, 5000, "never settled"));
+    try {
+      return await Promise.race([Promise.resolve(call()).then(() => "accepted"), late]);
+    } catch (error) {
+      return error.name;
+    }
+  };
+  const [wrong, arrays] = [await Promise.all(numbers.map(outcome)), await Promise.all(uploads.map(outcome))];
+  const halves = String(await (await gpu.uploadF16(new Uint16Array([0x3c00, 0xc000]))).read());
+  return { most, refused, wrong, arrays, halves, type: given.buffer.constructor.name, shared: gpu.device instanceof GPUDevice };
 }

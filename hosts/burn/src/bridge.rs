@@ -140,7 +140,7 @@ impl<'a> Hosted<'a> {
         for (layer, output) in step.outputs.iter().enumerate() {
             let rows = (0..PROMPTS.len()).map(|sequence| expected(layer, sequence)).collect::<Result<Vec<_>>>()?;
             let error = nmse(output, &Tensor::cat(rows, 0))?;
-            largest = if error.is_nan() { error } else { largest.max(error) };
+            largest = larger(largest, error);
         }
         Ok(largest)
     }
@@ -160,6 +160,13 @@ impl<'a> Hosted<'a> {
         Ok(history)
     }
 }
+
+/// The larger of two errors: NaN if one of them is, which `f64::max` would drop.
+const fn larger(a: f64, b: f64) -> f64 {
+    if a > b || a.is_nan() { a } else { b }
+}
+
+const _: () = assert!(larger(larger(0.0, f64::NAN), 1.0).is_nan() && larger(larger(0.0, 2.0), 1.0) == 2.0);
 
 fn row(rows: &Tensor<2>, at: usize) -> Tensor<2> {
     rows.clone().slice([at..at + 1])
@@ -188,7 +195,7 @@ fn run(device: &Device, backend: &Wgpu, case: &Case) -> Result<bool> {
         cubecl_waits += counted.of_cubecl.waits;
         if (step + 1) % CHECKED == 0 {
             let error = hosted.exact_error(&stepped)?;
-            exact = if error.is_nan() { error } else { exact.max(error) };
+            exact = larger(exact, error);
         }
         last = Some(stepped);
     }
