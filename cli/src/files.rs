@@ -38,18 +38,34 @@ pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Refuses an output that is one of the inputs of the same command.
+/// Refuses an output that is one of the inputs of the same command, or lies directly in an input that is a folder.
 ///
 /// # Errors
 /// Which of them it would replace.
 pub fn check_apart<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>) -> Result<()> {
-    let Ok(target) = fs::canonicalize(output) else { return Ok(()) };
-    match inputs.into_iter().find(|input| fs::canonicalize(input).is_ok_and(|input| input == target)) {
-        Some(input) => {
-            bail!("cannot write {}: this command reads {}; name another file", output.display(), input.display())
+    // Whoever writes the output says what is wrong with its links.
+    let Ok(target) = followed(output) else { return Ok(()) };
+    let folder = fs::canonicalize(folder_of(&target)).ok();
+    let target = fs::canonicalize(&target).ok();
+    for input in inputs {
+        let read = fs::canonicalize(input).ok();
+        if read.is_some() && read == target {
+            bail!("cannot write {}: this command reads {}; name another file", output.display(), input.display());
         }
-        None => Ok(()),
+        if read.is_some() && read == folder {
+            bail!(
+                "cannot write {}: this command reads the folder {}; name a file outside of it",
+                output.display(),
+                input.display()
+            );
+        }
     }
+    Ok(())
+}
+
+/// The folder that a file is in.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// A file to be written: new content that takes the place of the old one in a single step.
@@ -93,8 +109,7 @@ impl Replacement {
     }
 
     fn new_file(&self) -> io::Result<NamedTempFile> {
-        let parent = self.target.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let file = new_file(parent.unwrap_or(Path::new("."))).map_err(without_temporary_name)?;
+        let file = new_file(folder_of(&self.target)).map_err(without_temporary_name)?;
         if let Some(permissions) = &self.permissions {
             file.as_file().set_permissions(permissions.clone())?;
         }
@@ -200,6 +215,13 @@ mod tests {
         let error = check_apart(&same, [input.as_path()]).unwrap_err().to_string();
         assert!(error.contains("name another file"), "{error}");
         assert!(check_apart(&directory.path().join("other"), [input.as_path()]).is_ok());
+        // A folder that is read, whether its file is there or not; what lies deeper or next to it is free.
+        let error = |path: &str| check_apart(&directory.path().join(path), [directory.path()]).err();
+        fs::create_dir(directory.path().join("deeper")).unwrap();
+        for path in ["input", "other"] {
+            assert!(error(path).is_some_and(|error| error.to_string().contains("outside of it")), "{path}");
+        }
+        assert!(error("deeper/other").is_none() && error("../other").is_none());
     }
 
     #[test]

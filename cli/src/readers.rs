@@ -37,7 +37,7 @@ pub fn golden(bytes: &[u8]) -> Result<()> {
 /// What is wrong with it.
 pub fn model(bytes: &[u8]) -> Result<()> {
     let model = Model::read(Cursor::new(bytes))?;
-    let tokens = model.tokenizer.encode("the pass key")?;
+    let tokens = model.tokenizer.encode_text("the pass key")?;
     ensure!(!tokens.is_empty(), "no tokens");
     let mut attention = ExactAttention::new(&model.config);
     let stream = model.forward(&tokens, 0, &mut attention)?;

@@ -45,6 +45,7 @@ pub struct CaptureArgs {
 
 /// Runs the command.
 pub fn run(args: &CaptureArgs) -> Result<Outcome> {
+    files::check_apart(&args.output, [args.model.as_path()].into_iter().chain(args.text.as_deref()))?;
     let model = Model::load(&args.model)?;
     let layers = layers(args, model.config.layers)?;
     let text = super::text(args.text.as_deref())?;
@@ -63,7 +64,6 @@ pub fn run(args: &CaptureArgs) -> Result<Outcome> {
              layers (--layers), or fewer tokens (--tokens and --queries)"
         );
     }
-    files::check_apart(&args.output, [args.model.as_path()].into_iter().chain(args.text.as_deref()))?;
     let mut output = Replacement::new(&args.output)?;
 
     let mut capture = Capture::new(&model, &layers, args);

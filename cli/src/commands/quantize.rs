@@ -50,12 +50,12 @@ pub struct QuantizeArgs {
     /// The layout of the layers.
     #[arg(long, value_enum, default_value_t = Layout::Gptq)]
     layout: Layout,
-    /// The text [default: the bundled chapters of Alice in Wonderland].
+    /// The text, which every method but rtn reads [default: the bundled chapters of Alice in Wonderland].
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// Tokens of the text that are read, in sequences of 2048.
-    #[arg(long, default_value_t = 2048)]
-    tokens: usize,
+    /// Tokens of the text that are read, in sequences of 2048 [default: 2048].
+    #[arg(long)]
+    tokens: Option<usize>,
 }
 
 /// The layout of the layers.
@@ -80,6 +80,10 @@ pub fn run(args: &QuantizeArgs) -> Result<Outcome> {
         if given && !matches!(args.method, Method::Gptq | Method::Gptaq) {
             bail!("{option} is for --method gptq and gptaq; leave it out");
         }
+    }
+    let for_text = [("--text", args.text.is_some()), ("--tokens", args.tokens.is_some())];
+    if let Some((option, _)) = for_text.iter().find(|(_, given)| *given && args.method == Method::Rtn) {
+        bail!("{option} is about the text, which --method rtn does not read; leave it out");
     }
     let options = GptqOptions {
         order: if args.act_order { ColumnOrder::Activations } else { ColumnOrder::Natural },
@@ -118,15 +122,11 @@ fn read_tokens(args: &QuantizeArgs, model: &Model) -> Result<Vec<u32>> {
     }
     let text = super::text(args.text.as_deref())?;
     let mut tokens = model.tokenizer.encode_text(&text.content)?;
-    if args.tokens == 0 || tokens.len() < args.tokens {
-        bail!(
-            "{} has {} tokens; --tokens is {}: give 1 and up to those of the text",
-            text.name,
-            tokens.len(),
-            args.tokens
-        );
+    let wanted = args.tokens.unwrap_or(2048);
+    if wanted == 0 || tokens.len() < wanted {
+        bail!("{} has {} tokens; --tokens is {wanted}: give 1 and up to those of the text", text.name, tokens.len());
     }
-    tokens.truncate(args.tokens);
+    tokens.truncate(wanted);
     Ok(tokens)
 }
 

@@ -97,11 +97,7 @@ impl Config {
             let what = format!("position encoding of {rotated} of {head_dim} channels");
             return Err(ModelError::Variant { what });
         }
-        if let Some(scaling) = metadata.get(&key("rope.scaling.type")).and_then(|value| value.to_string().ok())
-            && scaling != "none"
-        {
-            return Err(ModelError::Variant { what: format!("position encoding with '{scaling}' scaling") });
-        }
+        check_rope_scaling(metadata, architecture)?;
         if or("expert_count", 0)? > 0 {
             return Err(ModelError::Variant { what: "a mixture of experts".into() });
         }
@@ -171,6 +167,21 @@ impl Config {
     }
 }
 
+/// Refuses a position encoding that is scaled. As in llama.cpp, scaling is linear where no type is given, an older key
+/// also names its factor, and 0 is no factor.
+fn check_rope_scaling(metadata: &Metadata, architecture: &str) -> Result<(), ModelError> {
+    let find = |name: &str| Some(format!("{architecture}.rope.{name}")).filter(|key| metadata.contains_key(key));
+    let scaling = find("scaling.type").map_or(Ok("linear"), |key| string(metadata, &key))?;
+    let factor = find("scaling.factor").or_else(|| find("scale_linear"));
+    let factor = factor.map_or(Ok(0.0), |key| float(metadata, &key))?;
+    match scaling {
+        "none" => Ok(()),
+        "linear" if factor == 0.0 || factor == 1.0 => Ok(()),
+        "linear" => Err(ModelError::Variant { what: format!("position encoding with 'linear' scaling by {factor}") }),
+        other => Err(ModelError::Variant { what: format!("position encoding with '{other}' scaling") }),
+    }
+}
+
 /// A string of the metadata.
 pub fn string<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a str, ModelError> {
     let value = entry(metadata, key)?;
@@ -192,6 +203,11 @@ pub fn number(metadata: &Metadata, key: &str) -> Result<usize, ModelError> {
 pub fn array<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a [Value], ModelError> {
     let value = entry(metadata, key)?;
     value.to_vec().map(Vec::as_slice).map_err(|reason| wrong(key, &reason))
+}
+
+/// Whether something is so, if the metadata say it.
+pub fn flag(metadata: &Metadata, key: &str) -> Result<Option<bool>, ModelError> {
+    metadata.get(key).map(|value| value.to_bool().map_err(|reason| wrong(key, &reason))).transpose()
 }
 
 fn float(metadata: &Metadata, key: &str) -> Result<f32, ModelError> {

@@ -10,7 +10,7 @@ use kvpack::cpu::{Cpu, nmse};
 use kvpack::plan::TokenRange;
 use kvpack::policy::Spans;
 
-use super::{Attention, DensePrompt, ExactAttention, Model, ModelError, PackedAttention};
+use super::{Attention, DensePrompt, ExactAttention, Model, ModelError, PackedAttention, Tokenizer};
 
 const WIDTH: usize = 128;
 const INNER: usize = 160;
@@ -60,6 +60,65 @@ fn random(seed: &mut u64, shape: &[usize], scale: f32) -> Tensor {
     Tensor::from_vec(elements, shape, &Device::Cpu).unwrap()
 }
 
+/// The tokens of single bytes.
+fn alphabet() -> Vec<Value> {
+    let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
+    alphabet.sort_unstable();
+    alphabet.into_iter().map(|c| Value::String(c.into())).collect()
+}
+
+/// A tokenizer of bytes that knows ChatML, with metadata in addition to or in place of its own.
+pub fn bytes(more: &[(&str, Value)]) -> Result<Tokenizer, ModelError> {
+    let mut tokens = alphabet();
+    let (whole, control) = (["th", "the"], ["<bos>", "<tool_call>", "<|im_start|>", "<|im_end|>"]);
+    tokens.extend(whole.into_iter().chain(control).map(|token| Value::String(token.into())));
+    let types = (0..tokens.len()).map(|at| {
+        Value::I32(if at == 259 {
+            4
+        } else if at >= 258 {
+            3
+        } else {
+            1
+        })
+    });
+    let own = [
+        ("tokenizer.ggml.model", Value::String("gpt2".into())),
+        ("tokenizer.ggml.token_type", Value::Array(types.collect())),
+        ("tokenizer.ggml.tokens", Value::Array(tokens)),
+        ("tokenizer.ggml.merges", Value::Array(vec![Value::String("t h".into())])),
+        ("tokenizer.ggml.bos_token_id", Value::U32(258)),
+    ];
+    Tokenizer::read(&own.iter().chain(more).map(|(key, value)| (key.to_string(), value.clone())).collect())
+}
+
+/// A tokenizer of pieces with scores, of which the best pair of neighbours is merged first, and bytes for what is no
+/// piece; with metadata in addition to or in place of its own.
+pub fn scored(more: &[(&str, Value)]) -> Result<Tokenizer, ModelError> {
+    let pieces = [
+        ("<unk>", 0.0, 2),
+        ("<bos>", 0.0, 3),
+        ("▁", -20.0, 1),
+        ("a", -21.0, 1),
+        ("b", -22.0, 1),
+        ("c", -23.0, 1),
+        ("ab", -3.0, 1),
+        ("bc", -2.0, 1),
+        ("▁a", -1.0, 1),
+        ("▁▁▁", 0.0, 4),
+        ("<0xC3>", 0.0, 6),
+        ("<0xA9>", 0.0, 6),
+        ("<t>", 0.0, 4),
+    ];
+    let of = |value: &dyn Fn(&(&str, f32, i32)) -> Value| Value::Array(pieces.iter().map(value).collect());
+    let own = [
+        ("tokenizer.ggml.model", Value::String("llama".into())),
+        ("tokenizer.ggml.tokens", of(&|piece| Value::String(piece.0.into()))),
+        ("tokenizer.ggml.scores", of(&|piece| Value::F32(piece.1))),
+        ("tokenizer.ggml.token_type", of(&|piece| Value::I32(piece.2))),
+    ];
+    Tokenizer::read(&own.iter().chain(more).map(|(key, value)| (key.to_string(), value.clone())).collect())
+}
+
 /// Writes a model; `change` may alter its metadata.
 fn write(name: &str, architecture: &str, change: impl FnOnce(&mut Vec<(String, Value)>)) -> Gguf {
     write_biased(name, architecture, change, None)
@@ -73,13 +132,7 @@ fn write_biased(
     key_bias: Option<Vec<f32>>,
 ) -> Gguf {
     let path = std::env::temp_dir().join(format!("kvpack-{}-{name}.gguf", std::process::id()));
-    let alphabet: Vec<char> = {
-        let mut alphabet: Vec<char> =
-            tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
-        alphabet.sort_unstable();
-        alphabet
-    };
-    let mut tokens: Vec<Value> = alphabet.iter().map(|c| Value::String(c.to_string())).collect();
+    let mut tokens = alphabet();
     tokens.push(Value::String("th".into()));
     tokens.push(Value::String("<|end|>".into()));
     let types = (0..tokens.len()).map(|i| Value::I32(if i + 1 == tokens.len() { 3 } else { 1 })).collect();
@@ -294,7 +347,7 @@ fn text_survives_the_tokenizer() {
     assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
     assert_eq!(tokens[0] as usize, tokenizer.vocabulary() - 2, "'t' and 'h' merge");
     assert_eq!(tokenizer.encode("a<|end|>").unwrap()[1], tokenizer.end().unwrap());
-    assert!(tokenizer.chat("?").is_err());
+    assert!(tokenizer.chat().is_err());
 }
 
 #[test]
@@ -323,6 +376,32 @@ fn bad_files_are_refused() {
     };
     let scaled = set("scaled", "llama.rope.scaling.type", Value::String("yarn".into()));
     assert!(matches!(load(&scaled.0), ModelError::Variant { .. }));
+    // Linear scaling where no type is given; a factor of 0 or 1 is none.
+    let rope = |entries: &[(&str, Value)]| {
+        let file = write("rope", "llama", |metadata| {
+            metadata.extend(entries.iter().map(|(name, value)| (format!("llama.rope.{name}"), value.clone())));
+        });
+        Model::load(&file.0).err().map(|error| error.downcast::<ModelError>().unwrap())
+    };
+    let kind = |name: &str| ("scaling.type", Value::String(name.into()));
+    let (factor, older) = ("scaling.factor", "scale_linear");
+    for entries in [
+        vec![(factor, Value::F32(8.0))],
+        vec![(older, Value::F32(4.0))],
+        vec![kind("linear"), (factor, Value::F32(2.0))],
+        vec![kind("yarn"), (factor, Value::F32(1.0))],
+    ] {
+        assert!(matches!(rope(&entries), Some(ModelError::Variant { .. })), "{entries:?}");
+    }
+    for entries in [
+        vec![(factor, Value::F32(1.0))],
+        vec![(older, Value::F32(0.0))],
+        vec![kind("linear")],
+        vec![kind("none"), (factor, Value::F32(8.0))],
+    ] {
+        assert!(rope(&entries).is_none(), "{entries:?}");
+    }
+    assert!(matches!(rope(&[("scaling.type", Value::U32(1))]), Some(ModelError::Metadata { .. })));
     let heads = set("heads", "llama.attention.key_length", Value::U32(48));
     assert!(matches!(load(&heads.0), ModelError::Variant { what } if what.contains("48")));
     let tokenizer = set("kind", "tokenizer.ggml.model", Value::String("bert".into()));

@@ -13,6 +13,7 @@ use super::rotation::{Inputs, Rotation, Rotations};
 use super::weights::{Linear, Product, RandomTensors, Tensors, Weights};
 use super::{Attention, Chunk, Config, ModelError, Tokenizer, quantized};
 use crate::files;
+use crate::print::note;
 
 /// A model, its weights in f32 on the CPU unless it [was moved](Model::moved).
 pub struct Model {
@@ -52,7 +53,11 @@ impl Model {
             }
             false => gguf(path),
         };
-        model().with_context(|| format!("cannot load the model {}", path.display()))
+        let model = model().with_context(|| format!("cannot load the model {}", path.display()))?;
+        if let Some(assumption) = model.tokenizer.assumption() {
+            note!("{assumption}");
+        }
+        Ok(model)
     }
 
     /// Reads the bytes of a GGUF file.

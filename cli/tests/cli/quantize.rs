@@ -61,6 +61,8 @@ fn what_cannot_be_quantised_leaves_nothing() {
         (&["--group", "0"], "group_size"),
         (&["--method", "rtn", "--act-order"], "--act-order is for"),
         (&["--method", "awq", "--text", "text.txt", "--shrink"], "--shrink is for"),
+        (&["--method", "rtn", "--text", "text.txt"], "--text is about"),
+        (&["--method", "rtn", "--tokens", "2048"], "--tokens is about"),
         (&["--tokens", "0"], "--tokens is 0"),
         (&["--tokens", "100000000"], "--tokens is 100000000"),
         (&["--method", "rtn", "--layout", "awq", "--bits", "3", "--group", "-1"], "it has 4 bits"),

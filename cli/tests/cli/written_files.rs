@@ -120,6 +120,21 @@ fn outputs_do_not_replace_what_is_read() {
     let run = kvpack(&["eval", "--backend", "cpu", "--report", text(&directory.join("dump")), text(&dump)]);
     assert_eq!(run.code, 2, "{}", run.out);
     assert!(run.err.contains("name another file"), "{}", run.err);
+    // A text, and folders of a model and of an encoder.
+    let with = |option: &str, value: &Path, report: &Path| {
+        let given = ["--model", MODEL, "--documents", "1", option, text(value), "--report", text(report)];
+        kvpack(&[&["eval", "--backend", "cpu", "--recipes", "cocktail"][..], &given].concat())
+    };
+    let encoder = PathBuf::from(format!("minilm:{}", text(&directory)));
+    for run in [
+        with("--text", &dump, &directory.join("dump")),
+        with("--rank-by", &encoder, &directory.join("run")),
+        kvpack(&["eval", "--model", text(&directory), "--report", text(&directory.join("config"))]),
+        kvpack(&["capture", "--model", text(&directory), text(&directory.join("model.gguf"))]),
+    ] {
+        assert_eq!(run.code, 2, "{}", run.out);
+        assert!(run.err.contains("name another file") || run.err.contains("outside of it"), "{}", run.err);
+    }
     for path in [directory.as_path().join("."), directory.as_path().join("")] {
         let run = report(&path);
         assert!(run.code == 2 && run.err.contains("name the files"), "{}", run.err);

@@ -45,9 +45,17 @@ impl<S> Host<S> {
         &mut self.steps
     }
 
-    /// The model and its steps.
-    pub fn into_parts(self) -> (Model, S) {
-        (self.model, self.steps)
+    /// The same with what becomes of its model.
+    ///
+    /// # Errors
+    /// Those of the change.
+    pub fn changed(self, change: impl FnOnce(Model) -> Result<Model>) -> Result<Self> {
+        Ok(Self { model: change(self.model)?, ..self })
+    }
+
+    /// Whether steps of decoding may be recorded and replayed.
+    pub const fn records(&self) -> bool {
+        self.records
     }
 
     /// The residual stream of a batch whose step is open; the logits `[answering runs, vocabulary]` if any run answers.

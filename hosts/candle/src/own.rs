@@ -1,6 +1,6 @@
 //! candle's own attention over a cache of its tensors: what kvpack is compared with.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::{D, DType, Tensor};
 use kvpack_cli::{Attention, Chunk, Config, Model};
 use kvpack_serving::study::median;
@@ -13,6 +13,8 @@ pub struct OwnAttention<'a, R> {
     rig: &'a R,
     /// `[sequences, kv_heads, room, head_dim]` of every layer.
     layers: Vec<(Tensor, Tensor)>,
+    /// Positions before its own that a query of each layer sees; none: all of them.
+    windows: Vec<Option<usize>>,
     length: usize,
 }
 
@@ -30,7 +32,8 @@ impl<'a, R: Rig> OwnAttention<'a, R> {
         let shape = (sequences, config.attention.kv_heads(), length + more, config.attention.head_dim());
         let random = || Tensor::randn(0f32, 1.0, shape, rig.device())?.to_dtype(dtype);
         let layers = (0..config.layers).map(|_| Ok((random()?, random()?))).collect::<Result<_>>()?;
-        Ok(Self { rig, layers, length })
+        let windows = (0..config.layers).map(|layer| config.layer_attention(layer).window()).collect();
+        Ok(Self { rig, layers, windows, length })
     }
 
     /// The logits of the next tokens of all sequences.
@@ -50,7 +53,9 @@ impl<R: Rig> Attention for OwnAttention<'_, R> {
         let one = |x: &Tensor| x.contiguous()?.reshape((sequences, kv_heads, 1, head_dim));
         keys.slice_set(&one(&chunk.keys)?, 2, self.length)?;
         values.slice_set(&one(&chunk.values)?, 2, self.length)?;
-        let (keys, values) = (keys.narrow(2, 0, self.length + 1)?, values.narrow(2, 0, self.length + 1)?);
+        let first = self.windows[chunk.layer].map_or(0, |left| self.length.saturating_sub(left));
+        let seen = |x: &Tensor| x.narrow(2, first, self.length + 1 - first);
+        let (keys, values) = (seen(keys)?, seen(values)?);
         let queries = (&chunk.queries / (head_dim as f64).sqrt())?;
         let queries = queries.reshape((sequences, kv_heads, heads / kv_heads, head_dim))?;
         let weights = self.rig.softmax(&queries.matmul(&keys.t()?)?)?.to_dtype(values.dtype())?;
@@ -108,8 +113,11 @@ pub fn logits<R: Rig>(rig: &R, model: &Model, text: &[u32]) -> Result<Vec<f32>> 
 /// The tokens with the largest logits.
 ///
 /// # Errors
-/// What the device reports.
+/// That logits are not finite, and what the device reports.
 pub fn largest(logits: &Tensor) -> Result<Vec<u32>> {
+    // Two texts of NaN would be equal.
+    let sum = logits.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
+    ensure!(sum.is_finite(), "the model's logits are not finite; try another model file, or the program for the CPU");
     Ok(largest_on_device(logits)?.to_vec1()?)
 }
 
@@ -119,4 +127,39 @@ pub fn largest(logits: &Tensor) -> Result<Vec<u32>> {
 /// What the device reports.
 pub fn largest_on_device(logits: &Tensor) -> Result<Tensor> {
     Ok(logits.to_dtype(DType::F32)?.argmax(D::Minus1)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvpack::cpu::nmse;
+    use kvpack_cli::ExactAttention;
+    use kvpack_serving::tiny;
+
+    use super::*;
+    use crate::attention::CpuRig;
+    use crate::checks;
+
+    /// Also in layers with a sliding window, whose reach the prompt exceeds.
+    #[test]
+    fn logits_are_those_of_exact_attention() {
+        for family in tiny::FAMILIES {
+            let (model, text) = (checks::model(family).unwrap(), tiny::prompt());
+            let window = model.config.first_local(0..model.config.layers, text.len());
+            assert_eq!(window.is_some(), family == "gemma3");
+            let stream = model.forward(&text, 0, &mut ExactAttention::new(&model.config)).unwrap();
+            let last = model.logits(&stream.narrow(0, text.len() - 1, 1).unwrap()).unwrap();
+            let expected: Vec<f32> = last.flatten_all().unwrap().to_vec1().unwrap();
+            let expected: Vec<f64> = expected.into_iter().map(f64::from).collect();
+            let error = nmse(&logits(&CpuRig::default(), &model, &text).unwrap(), &expected);
+            assert!(error <= 1e-6, "{family}: NMSE {error:.1e}");
+        }
+    }
+
+    #[test]
+    fn logits_that_are_not_finite_choose_nothing() {
+        for hole in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let logits = Tensor::new(&[[1.0, hole, 2.0]], &candle_core::Device::Cpu).unwrap();
+            assert!(largest(&logits).is_err(), "{hole}");
+        }
+    }
 }

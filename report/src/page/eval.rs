@@ -23,9 +23,11 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, EvalReport>]) {
     });
     let mut plots: Vec<(Plot, String)> = plots.collect();
     plots.extend(subjects.iter().filter_map(|subject| {
-        let caption = "How much of the keys and values themselves is lost. No code of R bits loses less than 2^-2R of \
-                       rows that are Gaussian, as rotated rows nearly are; TurboQuant proves to lose at most √3π/2 times \
-                       that. Formats that follow the channels may lose less, because real channels differ.";
+        let caption = "How much of the keys and values themselves is lost, relative to their squares. The squares are \
+                       those of the keys as they are, also where a format stores them minus a centre. No code of R bits \
+                       loses less than 2^-2R of rows that are Gaussian, as rotated rows nearly are; TurboQuant proves to \
+                       lose at most √3π/2 times that. Formats that follow the channels may lose less, because real \
+                       channels differ, and so may formats with a centre, because it holds a part of the keys.";
         Some((rows(subject, subjects.len() > 1)?, caption.to_owned()))
     }));
     html.plots(&plots);

@@ -58,12 +58,12 @@ pub async fn evaluate<B: Backend>(
     let mut rows = Vec::with_capacity(formats.len());
     for named in formats {
         progress.set_message(format!("layer {}, {}", layer.index, named.name));
-        let (layer, keys) = if named.centred { (&less_centre, &centred_keys) } else { (layer, &keys) };
-        let stored = StoredLayer::new(backend, layer, named.format, kept, (keys, &values)).await?;
+        let (of, keys) = if named.centred { (&less_centre, &centred_keys) } else { (layer, &keys) };
+        let stored = StoredLayer::new(backend, of, named.format, kept, (keys, &values)).await?;
         let plain = error(backend, &stored, &for_errors, None).await?;
         let mut calibrated = None;
         if calibrations == Calibrations::Searched && named.is_packed() && !for_search.is_empty() {
-            let found = search(layer, named.format, kept, &for_search)?;
+            let found = search(of, named.format, kept, &for_search)?;
             let error = match found == Calibration::IDENTITY {
                 true => plain,
                 false => error(backend, &stored, &for_errors, Some(found)).await?,
@@ -78,7 +78,7 @@ pub async fn evaluate<B: Backend>(
             format: named.name.clone(),
             recipe: named.recipe.clone(),
             error: plain,
-            row_error: stored.row_error(backend, layer).await?,
+            row_error: stored.row_error(backend, of, layer).await?,
             calibrated,
             packed_bits: stored.packed_bits(centre_bytes),
             bytes,
@@ -258,6 +258,32 @@ mod tests {
         // Ranges per channel do not see a bias.
         let per_channel = mean_error(&biased, "4-bit per channel");
         assert!(per_channel < mean_error(&biased, "4-bit per token") / 2.0, "{per_channel}");
+    }
+
+    /// The page draws errors of rows with and without a centre into one plot.
+    #[test]
+    fn errors_of_rows_are_relative_to_the_rows_of_the_dump() {
+        let (backend, kept) = (Cpu::new(), KeptInF16 { first: 3, last: 5 });
+        let dump = shipped("qwen2.5_kv.safetensors");
+        let layer = &dump.layers[0];
+        let named = formats::matching(&layer.shape, Some("int8+centre")).unwrap();
+        let less_centre = layer.less_centre();
+        let upload = |rows: &[f32]| block_on(backend.upload(rows.into())).unwrap();
+        let (keys, values) = (upload(&less_centre.keys), upload(&layer.values));
+        let stored = StoredLayer::new(&backend, &less_centre, named[1].format, kept, (&keys, &values));
+        let alone = block_on(block_on(stored).unwrap().row_error(&backend, &less_centre, &less_centre)).unwrap();
+        let squares = |of: &Layer| {
+            let (head, tokens) = (of.tokens * of.shape.head_dim(), kept.first..of.tokens - kept.last);
+            let rows = [&of.keys, &of.values].into_iter().flat_map(|rows| rows.chunks(head));
+            let rows = rows.flat_map(|rows| rows.chunks(of.shape.head_dim()).skip(tokens.start).take(tokens.len()));
+            rows.flatten().map(|&x| f64::from(x).powi(2)).sum::<f64>()
+        };
+        let of = Subject { layer, kept, calibrations: Calibrations::None };
+        let report = block_on(evaluate(&backend, of, &named, &ProgressBar::hidden())).unwrap();
+        let given = report.formats[1].row_error.unwrap();
+        let expected = alone.unwrap() * squares(&less_centre) / squares(layer);
+        assert!((given / expected - 1.0).abs() < 1e-9, "{given} and {expected}");
+        assert!(squares(layer) > 1.5 * squares(&less_centre), "the keys have a bias");
     }
 
     /// At equal bits and ranges per token, rotated rows lose less than rows as they are; on real keys and values.

@@ -81,8 +81,7 @@ impl Destination<'_> {
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<Outcome> {
     let to = Destination { json: args.json, files: args.report.as_deref() };
-    let models = args.model.model.as_deref().into_iter().chain(args.model.against.as_deref());
-    to.try_files(args.file.as_deref().into_iter().chain(models))?;
+    to.try_files(args.file.as_deref().into_iter().chain(args.model.inputs()))?;
     match &args.model.model {
         None => dump::run(args.file.as_deref(), &args.dump, &args.backend, to),
         Some(model) => model::run(model, &args.model, &args.backend, to),

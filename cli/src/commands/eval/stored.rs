@@ -89,21 +89,22 @@ impl<B: Backend> StoredLayer<B> {
         bytes as f64 * 8.0 / (2 * segment.tokens.len() * shape.kv_heads() * shape.head_dim()) as f64
     }
 
-    /// Squared error of the packed keys and values, relative to their squares; none where nothing is packed.
-    pub async fn row_error(&self, backend: &B, layer: &Layer) -> Result<Option<f64>> {
+    /// Squared error of the packed keys and values, relative to the squares of those of `layer`. `stored` is what was
+    /// stored in its place: the layer itself, or the layer with centred keys. Errors of both compare. None where nothing
+    /// is packed.
+    pub async fn row_error(&self, backend: &B, stored: &Layer, layer: &Layer) -> Result<Option<f64>> {
         let Some(segment) = self.packed() else { return Ok(None) };
-        let head_dim = self.shape.head_dim();
         let FilledSpan { span, pages, range_slot } = &segment.span;
         let read = SpanRead { pages, tokens: segment.tokens.len(), range_slot: *range_slot, centre: None };
         let (keys, values) = backend.dequantize(self.stores.stores()[span.store], read)?;
         let (mut error, mut size) = (0.0, 0.0);
-        for (stored, original) in [(keys, &layer.keys), (values, &layer.values)] {
-            let stored = backend.download(&stored).await?;
-            let heads = original.chunks(layer.tokens * head_dim);
-            let packed = heads.flat_map(|head| &head[segment.tokens.start * head_dim..segment.tokens.end * head_dim]);
-            for (&got, &want) in stored.iter().zip(packed) {
-                error += f64::from(got - want).powi(2);
-                size += f64::from(want).powi(2);
+        for (got, wanted, original) in [(keys, &stored.keys, &layer.keys), (values, &stored.values, &layer.values)] {
+            let got = backend.download(&got).await?;
+            for ((got, wanted), original) in
+                got.iter().zip(segment.rows(wanted, layer)).zip(segment.rows(original, layer))
+            {
+                error += f64::from(got - wanted).powi(2);
+                size += f64::from(*original).powi(2);
             }
         }
         Ok((size > 0.0).then(|| error / size))
@@ -134,6 +135,13 @@ impl<B: Backend> StoredLayer<B> {
 }
 
 impl StorePart {
+    /// The elements of its tokens in a `[kv_heads, tokens, head_dim]` tensor of the layer.
+    fn rows<'a>(&'a self, tensor: &'a [f32], layer: &'a Layer) -> impl Iterator<Item = &'a f32> {
+        let head_dim = layer.shape.head_dim();
+        let heads = tensor.chunks(layer.tokens * head_dim);
+        heads.flat_map(move |head| &head[self.tokens.start * head_dim..self.tokens.end * head_dim])
+    }
+
     /// What each query, as a sequence, sees of the segment.
     fn view(&self, queries: &[VisibleQuery<'_>], calibration: Option<Calibration>) -> StoreView<'_> {
         let spans = queries.iter().enumerate().map(|(sequence, query)| {

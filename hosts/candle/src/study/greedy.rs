@@ -36,10 +36,9 @@ fn at_parting<R: Rig>(rig: &R, mut host: Host<R::Steps>, read: &[u32]) -> Result
     let kvpack = of_kvpack(rig, &mut host, read, 1)?.1;
     let candle = own::logits(rig, host.model(), read)?;
     let dtype = host.model().dtype();
-    let (model, steps) = host.into_parts();
-    let model = rig.on_device(model, DType::F32)?;
-    let exact = own::logits(rig, &model, read)?;
-    let host = Host::new(rig.on_device(model, dtype)?, steps);
+    let host = host.changed(|model| rig.on_device(model, DType::F32))?;
+    let exact = own::logits(rig, host.model(), read)?;
+    let host = host.changed(|model| rig.on_device(model, dtype))?;
     let mut sorted = exact.clone();
     sorted.sort_unstable_by(|a, b| b.total_cmp(a));
     let gap = sorted.first().zip(sorted.get(1)).map(|(first, second)| first - second).context("there are no logits")?;
@@ -82,4 +81,19 @@ fn of_kvpack<R: Rig>(
 /// The logits of the only row.
 fn row(logits: &Tensor) -> Result<Vec<f32>> {
     Ok(logits.to_dtype(DType::F32)?.get(0)?.to_vec1()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::{CpuRig, CpuSteps};
+    use crate::checks;
+
+    /// A study without graphs stays one, whatever the texts are.
+    #[test]
+    fn steps_are_launched_as_before_where_texts_part() {
+        let host = Host::new(checks::model("llama").unwrap(), CpuSteps);
+        let (host, _) = at_parting(&CpuRig::default(), host.without_records(), &[5, 6, 7]).unwrap();
+        assert!(!host.records());
+    }
 }

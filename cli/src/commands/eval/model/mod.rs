@@ -6,7 +6,7 @@ mod report;
 mod score;
 mod wanted;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use indicatif::ProgressBar;
@@ -53,7 +53,7 @@ pub struct ModelArgs {
     passkey_tokens: usize,
     /// Compare predictions with those of this model, a file or a folder, with an f16 cache, instead of the model's own.
     #[arg(help_heading = MODEL, long, value_name = "FILE", requires = "model")]
-    pub against: Option<PathBuf>,
+    against: Option<PathBuf>,
     /// Cut N documents from the text and ask questions about them, instead of reading the text.
     #[arg(help_heading = MODEL, long, value_name = "N", requires = "model", conflicts_with_all = ["lengths", "passkey_tokens", "against"])]
     documents: Option<usize>,
@@ -74,13 +74,24 @@ pub struct ModelArgs {
     draws: Option<u32>,
 }
 
+impl ModelArgs {
+    /// The files and folders that are read.
+    pub fn inputs(&self) -> impl Iterator<Item = &Path> + Clone {
+        let named = [&self.model, &self.text, &self.against].into_iter().filter_map(|path| path.as_deref());
+        named.chain(self.rank_by.iter().filter_map(|by| match by {
+            RankBy::Bm25 => None,
+            RankBy::Encoder(path) | RankBy::File(path) => Some(path.as_path()),
+        }))
+    }
+}
+
 /// Largest NMSE between the logits of the f16 cache and those of candle's attention.
 const LARGEST_LOGIT_NMSE: f64 = 1e-6;
 /// Tokens over which they are compared.
 const COMPARED_TOKENS: usize = 512;
 
 /// Evaluates a model.
-pub fn run(file: &std::path::Path, args: &ModelArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
+pub fn run(file: &Path, args: &ModelArgs, backend: &BackendArgs, to: Destination<'_>) -> Result<Outcome> {
     if let Some(count) = args.documents {
         return documents::run(file, args, count, backend, to);
     }

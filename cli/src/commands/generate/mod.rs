@@ -1,5 +1,7 @@
 //! `kvpack generate`: a model writes text, its cache packed.
 
+mod written;
+
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -12,9 +14,10 @@ use kvpack::policy::{ChunkSearch, Spans};
 
 use crate::backend::{BackendArgs, Chosen};
 use crate::chunk_ranking::{Query, RankBy, Ranking};
-use crate::model::{Attention, CHUNK_TOKENS, DensePrompt, ExactAttention, KeysWatched, Model, PackedAttention};
+use crate::model::{DensePrompt, ExactAttention, KeysWatched, Model, PackedAttention, Tokenizer};
 use crate::outcome::Outcome;
 use crate::print::{self, note, say};
+use written::{Limits, Prompt, Written, compare, read, write};
 
 /// Write text with a GGUF model whose KV cache is packed.
 ///
@@ -46,10 +49,12 @@ pub struct GenerateArgs {
     /// Maximum number of tokens to generate.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
-    /// Wrap the prompt in the chat template of an instruction-tuned model.
+    /// Ask an instruction-tuned model: ChatML around the prompt, without a system turn. The template in the model's file
+    /// is not read.
     #[arg(long, requires = "prompt")]
     chat: bool,
-    /// Generate the same with candle's full-precision attention and compare token by token; exit code 1 if they differ.
+    /// Generate the same with candle's full-precision attention and compare token by token; exit code 1 if they
+    /// differ.
     #[arg(long)]
     verify: bool,
     #[command(flatten)]
@@ -83,7 +88,8 @@ impl GenerateArgs {
 }
 
 fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B) -> Result<Outcome> {
-    let Asked { tokens: prompt, context } = Asked::new(args, model)?;
+    let Asked { tokens: prompt, context, ends } = Asked::new(args, &model.tokenizer)?;
+    let limits = Limits { tokens: args.tokens, ends: &ends };
     if prompt.is_empty() {
         bail!("the prompt is empty; write a few words for the model to go on from");
     }
@@ -103,7 +109,7 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     if let Some(warning) = warning {
         note!("{warning}");
     }
-    let written = write(model, &mut attention, prompt_read, args.tokens, |token| printed.push(token))?;
+    let written = write(model, &mut attention, prompt_read, limits, |token| printed.push(token))?;
     say!("")?;
     report(args, backend, (model, &attention), &written)?;
     if !args.verify {
@@ -113,7 +119,7 @@ fn generate<B: Backend + Clone>(args: &GenerateArgs, model: &Model, backend: &B)
     let start = Instant::now();
     let stream = read(model, &mut exact, &prompt)?;
     let prompt = Prompt { tokens: prompt.len(), time: start.elapsed(), stream };
-    let expected = write(model, &mut exact, prompt, args.tokens, |_| Ok(()))?;
+    let expected = write(model, &mut exact, prompt, limits, |_| Ok(()))?;
     compare(&written, &expected)
 }
 
@@ -122,27 +128,37 @@ struct Asked {
     tokens: Vec<u32>,
     /// Those of the context.
     context: Option<TokenRange>,
+    /// The tokens that end what it writes.
+    ends: Vec<u32>,
 }
 
 impl Asked {
-    fn new(args: &GenerateArgs, model: &Model) -> Result<Self> {
-        let whole = |text: &str| if args.chat { model.tokenizer.chat(text) } else { Ok(text.to_owned()) };
-        let encode = |text: &str| model.tokenizer.encode(text);
+    fn new(args: &GenerateArgs, tokenizer: &Tokenizer) -> Result<Self> {
+        let chat = args.chat.then(|| tokenizer.chat()).transpose()?;
+        let ends = tokenizer.ends().chain(chat.map(|chat| chat.end)).collect();
+        let (before, after) = chat.map_or(("", ""), |chat| (chat.before, chat.after));
         let Some(prompt) = &args.prompt else {
-            let mut tokens = model.tokenizer.encode_text(&super::text(None)?.content)?;
+            let mut tokens = tokenizer.encode_text(&super::text(None)?.content)?;
             tokens.truncate(DEFAULT_PROMPT);
-            return Ok(Self { tokens, context: None });
+            return Ok(Self { tokens, context: None, ends });
         };
         if args.context.is_none() {
-            return Ok(Self { tokens: model.tokenizer.encode_text(&whole(prompt)?)?, context: None });
+            return Ok(Self {
+                tokens: tokenizer.encode_text(&format!("{before}{prompt}{after}"))?,
+                context: None,
+                ends,
+            });
         }
         // The context is cut into tokens by itself, so that its chunks are those of the text.
-        let context = encode(&super::text(args.context.as_deref())?.content)?;
-        let whole = whole(&format!("\n\n{prompt}"))?;
-        let (before, after) = whole.split_at(whole.find("\n\n").unwrap_or(0));
-        let (before, after) = (model.tokenizer.encode_text(before)?, encode(after)?);
-        let range = TokenRange::new(before.len(), before.len() + context.len())?;
-        Ok(Self { tokens: [before, context, after].concat(), context: Some(range) })
+        let content = super::text(args.context.as_deref())?.content;
+        let begin = tokenizer.encode_text(before)?;
+        let context = match before.is_empty() {
+            true => tokenizer.encode_text(&content)?.split_off(begin.len()),
+            false => tokenizer.encode(&content)?,
+        };
+        let end = tokenizer.encode(&format!("\n\n{prompt}{after}"))?;
+        let range = TokenRange::new(begin.len(), begin.len() + context.len())?;
+        Ok(Self { tokens: [begin, context, end].concat(), context: Some(range), ends })
     }
 }
 
@@ -202,76 +218,6 @@ fn read_by<B: Backend + Clone>(
     let observed = attention.observe(&dense, policy.clone(), Spans::new(prompt.len(), &[])?)?;
     attention.compress(&observed)?;
     Ok((Some(stream), dense.bias(model)?.warning(recipe)))
-}
-
-/// What was written, and how long it took.
-struct Written {
-    tokens: Vec<u32>,
-    /// By how much the logit of each token was above the next best.
-    margins: Vec<f32>,
-    prompt_tokens: usize,
-    prompt_time: Duration,
-    decode_time: Duration,
-}
-
-/// A prompt that was read.
-struct Prompt {
-    tokens: usize,
-    time: Duration,
-    /// The residual stream of its last chunk.
-    stream: Option<Tensor>,
-}
-
-/// Reads a prompt and returns the residual stream of its last chunk.
-fn read(model: &Model, attention: &mut dyn Attention, prompt: &[u32]) -> Result<Option<Tensor>> {
-    let mut position = 0;
-    let mut stream = None;
-    for chunk in prompt.chunks(CHUNK_TOKENS) {
-        stream = Some(model.forward(chunk, position, attention)?);
-        position += chunk.len();
-    }
-    Ok(stream)
-}
-
-/// Writes what follows a prompt.
-fn write(
-    model: &Model,
-    attention: &mut dyn Attention,
-    prompt: Prompt,
-    most: usize,
-    mut each: impl FnMut(u32) -> Result<()>,
-) -> Result<Written> {
-    let Prompt { tokens: mut position, mut stream, .. } = prompt;
-    let start = Instant::now();
-    let (mut tokens, mut margins) = (Vec::new(), Vec::new());
-    while let Some(last) = stream.take() {
-        let (token, margin) = likeliest(&model.logits(&last.narrow(0, last.dim(0)? - 1, 1)?)?)?;
-        if tokens.len() == most || Some(token) == model.tokenizer.end() {
-            break;
-        }
-        tokens.push(token);
-        margins.push(margin);
-        each(token)?;
-        if tokens.len() < most {
-            stream = Some(model.forward(&[token], position, attention)?);
-            position += 1;
-        }
-    }
-    let (prompt_tokens, prompt_time) = (prompt.tokens, prompt.time);
-    Ok(Written { tokens, margins, prompt_tokens, prompt_time, decode_time: start.elapsed() })
-}
-
-/// The token with the largest logit, the lowest of several, and its lead over the next.
-fn likeliest(logits: &Tensor) -> Result<(u32, f32)> {
-    let (mut best, mut first, mut second) = (0, f32::NEG_INFINITY, f32::NEG_INFINITY);
-    for (token, logit) in (0..).zip(logits.flatten_all()?.to_vec1::<f32>()?) {
-        if logit > first {
-            (best, first, second) = (token, logit, first);
-        } else {
-            second = second.max(logit);
-        }
-    }
-    Ok((best, first - second))
 }
 
 /// Prints text as its tokens come, whole characters only.
@@ -347,26 +293,6 @@ fn cache_in_words(bytes: u64, dense: u64) -> String {
     }
 }
 
-fn compare(written: &Written, expected: &Written) -> Result<Outcome> {
-    if expected.tokens.is_empty() {
-        say!(
-            "FAILED   nothing to verify: with candle's attention the text ends at once; use another prompt, --chat, or more --tokens"
-        )?;
-        return Ok(Outcome::Failed);
-    }
-    let same = written.tokens.iter().zip(&expected.tokens).take_while(|(a, b)| a == b).count();
-    if written.tokens == expected.tokens {
-        let closest = expected.margins.iter().copied().fold(f32::INFINITY, f32::min);
-        say!("verified {same} tokens are those of candle's full-precision attention (closest call {closest:.4})")?;
-        return Ok(Outcome::Passed);
-    }
-    say!("FAILED   token {same} of {} differs from that of candle's full-precision attention", expected.tokens.len())?;
-    if let Some(margin) = expected.margins.get(same) {
-        say!("         whose logit was {margin:.4} above the next best")?;
-    }
-    Ok(Outcome::Failed)
-}
-
 #[cfg(test)]
 mod tests {
     use kvpack::cpu::Cpu;
@@ -391,7 +317,7 @@ mod tests {
             <Command as clap::Parser>::parse_from(words.iter().chain(more)).args
         };
         let stored = |args: &GenerateArgs| {
-            let Asked { tokens, context } = Asked::new(args, &model)?;
+            let Asked { tokens, context, .. } = Asked::new(args, &model.tokenizer)?;
             let chunks = rank(args, &model, args.recipe.mixture().unwrap(), &tokens, context)?;
             let mut attention = PackedAttention::new(&Cpu::new(), &model.config, &args.recipe)?;
             read_chunks(&args.recipe, &model, &mut attention, &tokens, &chunks)?;
@@ -407,6 +333,29 @@ mod tests {
         let bare = <Command as clap::Parser>::parse_from(["kvpack", "a", "--recipe", "cocktail"]).args;
         assert!(stored(&bare).unwrap_err().to_string().contains("--context"));
         std::fs::remove_file(&context).unwrap();
+    }
+
+    #[test]
+    fn a_context_is_cut_by_itself() {
+        let context = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(context.path(), "ab ab").unwrap();
+        let args = |more: &[&str]| {
+            let words = ["kvpack", "a", "--context", context.path().to_str().unwrap()];
+            <Command as clap::Parser>::parse_from(words.iter().chain(more)).args
+        };
+        let tokenizer = tiny::bytes(&[]).unwrap();
+        let Asked { tokens, context: range, ends } = Asked::new(&args(&["--chat"]), &tokenizer).unwrap();
+        let parts = ["<|im_start|>user\n", "ab ab", "\n\na<|im_end|>\n<|im_start|>assistant\n"];
+        let parts = parts.map(|part| tokenizer.encode(part).unwrap());
+        assert_eq!(tokens, parts.concat());
+        assert_eq!(range.unwrap().len(), parts[1].len());
+        assert_eq!(ends, tokenizer.encode("<|im_end|>").unwrap(), "the end of an answer");
+        // Without --chat the text begins with the context: after the first token, with a space.
+        let tokenizer = tiny::scored(&[]).unwrap();
+        let Asked { tokens, context: range, ends } = Asked::new(&args(&[]), &tokenizer).unwrap();
+        assert_eq!((tokens[..4].to_vec(), range.unwrap().start()), (vec![1, 8, 4, 8], 1));
+        assert_eq!(tokens.last(), Some(&3), "no space inside of the text");
+        assert_eq!(ends, [2]);
     }
 
     /// What is written counts against the budget too, whether the policy measures attention or not.
