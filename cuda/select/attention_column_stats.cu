@@ -14,6 +14,7 @@
 
 #pragma once
 
+#include "common/reduce.cuh"
 #include "select/stats_call.cuh"
 
 // The keys of a warp's next tile are loaded before the products of this one, where there are registers for them.

@@ -2,7 +2,7 @@
 //! and the sizes that follow from them.
 
 use crate::cuda::device::driver::DeviceFacts;
-use crate::cuda::device::tensor::Tensor;
+use crate::cuda::device::tensor::{Tensor, type_code};
 use crate::plan::{ElementType, RowLayout};
 
 /// Resident rows, which a warp holds as MMA operands, and passing rows, which stream through.
@@ -88,13 +88,18 @@ impl KeyTile {
     }
 
     /// The macros, given the tensors of the passing and of the resident rows.
-    pub(super) fn defines(&self, [passing, resident]: [(&Tensor, &RowLayout); 2]) -> Vec<(&'static str, usize)> {
+    pub(super) fn defines(&self, tensors: [(&Tensor, &RowLayout); 2]) -> Vec<(&'static str, usize)> {
+        self.macros(tensors.map(|(tensor, rows)| (tensor.element_type(), usize::from(aligned(tensor, rows)))))
+    }
+
+    /// The same, given the types of the passing and of the resident rows, and 1 where those begin at 16 bytes.
+    fn macros(&self, [passing, resident]: [(ElementType, usize); 2]) -> Vec<(&'static str, usize)> {
         vec![
             ("HEAD_DIM", self.head_dim),
-            ("QUERY_TYPE", passing.0.type_code() as usize),
-            ("KEY_TYPE", resident.0.type_code() as usize),
-            ("QUERIES_ALIGNED", usize::from(aligned(passing.0, passing.1))),
-            ("KEYS_ALIGNED", usize::from(aligned(resident.0, resident.1))),
+            ("QUERY_TYPE", type_code(passing.0) as usize),
+            ("KEY_TYPE", type_code(resident.0) as usize),
+            ("QUERIES_ALIGNED", passing.1),
+            ("KEYS_ALIGNED", resident.1),
             ("WARPGROUPS", usize::from(self.warpgroups)),
             ("WARPS", self.warps),
             ("M_TILES", self.m_tiles),
@@ -126,9 +131,38 @@ pub(super) fn aligned(tensor: &Tensor, rows: &RowLayout) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::device::program::Program;
+    use crate::cuda::sources::SOURCES;
 
     const H200: DeviceFacts = DeviceFacts { capability: (9, 0), multiprocessors: 132, shared_bytes: 232_448 };
     const A100: DeviceFacts = DeviceFacts { capability: (8, 0), ..H200 };
+
+    /// The sources of all kernels of this room compile. This needs no device.
+    #[test]
+    #[ignore = "needs NVRTC"]
+    fn kernels_compile() {
+        let compiles = |files: &'static [&'static str], defines: Vec<(&'static str, usize)>| {
+            let program = Program { sources: &SOURCES, files, defines };
+            let compiled = program.compile(&program.architecture(&H200));
+            compiled.unwrap_or_else(|error| panic!("{files:?} with {:?}: {error}", program.defines));
+        };
+        for (types, aligned) in [([ElementType::F16; 2], 1), ([ElementType::F32, ElementType::Bf16], 0)] {
+            let tile = KeyTile::new(&H200, 128, types, GroupWarps::Wide).macros(types.map(|of| (of, aligned)));
+            compiles(&["select/attention_row_stats.cu"], tile.clone());
+            compiles(&["select/nearest_kept.cu"], tile.clone());
+            for (aggregation, of_columns) in (0..4).map(|aggregation| (aggregation, aggregation % 2)) {
+                let columns = [("AGGREGATION", aggregation), ("COUNTING", of_columns), ("ADDS", 1 - of_columns)];
+                compiles(&["select/attention_column_stats.cu"], [tile.clone(), columns.to_vec()].concat());
+            }
+        }
+        compiles(&["select/sum_partials.cu"], Vec::new());
+        compiles(&["select/chunk_similarity.cu"], Vec::new());
+        compiles(&["select/evicted.cu"], Vec::new());
+        compiles(&["select/top_k.cu"], Vec::new());
+        compiles(&["select/merge_members.cu"], Vec::new());
+        let scores = [("WEIGHING", 1), ("POOL", 2), ("TEXT", 1), ("GROUP", 4)];
+        compiles(&["select/token_scores.cu"], scores.to_vec());
+    }
 
     /// Resident rows take at most 64 registers of a thread.
     #[test]
