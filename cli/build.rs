@@ -6,6 +6,28 @@
 use std::path::Path;
 use std::process::Command;
 
+/// What the command is made of, from the root of the checkout: the sources of each of its crates, and what chooses the
+/// crates of others.
+const SOURCES: [&str; 17] = [
+    "Cargo.toml",
+    "Cargo.lock",
+    "src",
+    "shaders",
+    "cuda",
+    "cli/Cargo.toml",
+    "cli/build.rs",
+    "cli/src",
+    "device/Cargo.toml",
+    "device/src",
+    "device/cuda",
+    "report/Cargo.toml",
+    "report/src",
+    "weights/Cargo.toml",
+    "weights/src",
+    "weights/shaders",
+    "weights/cuda",
+];
+
 fn main() {
     println!("cargo:rerun-if-env-changed=KVPACK_COMMIT");
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -36,8 +58,8 @@ fn of_checkout(root: &Path) -> Option<String> {
     if !root.join(".git").exists() {
         return None;
     }
-    for sources in ["src", "shaders", "cuda", "cli/src", "report/src", "Cargo.lock"] {
-        println!("cargo:rerun-if-changed={}", root.join(sources).display());
+    for source in SOURCES {
+        println!("cargo:rerun-if-changed={}", root.join(source).display());
     }
     let git = |arguments: &[&str]| {
         let output = Command::new("git").arg("-C").arg(root).args(arguments).output().ok()?;
@@ -51,6 +73,7 @@ fn of_checkout(root: &Path) -> Option<String> {
         }
     }
     let commit = git(&["rev-parse", "--short=10", "HEAD"])?;
-    let changed = git(&["status", "--porcelain", "--untracked-files=no", "--", "src", "shaders", "cuda", "cli"])?;
+    let status = ["status", "--porcelain", "--untracked-files=no", "--"];
+    let changed = git(&[&status[..], &SOURCES].concat())?;
     Some(if changed.is_empty() { commit } else { format!("{commit}+") })
 }

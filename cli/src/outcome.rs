@@ -16,6 +16,9 @@ pub enum Outcome {
 #[error("{0}")]
 pub struct Wrong(pub String);
 
+/// The exit code of a command that found something wrong.
+pub const WRONG: u8 = 1;
+
 /// The exit code of a program that SIGPIPE ended, as shells give it: it stopped because nobody read on.
 const NOBODY_READS: u8 = 141;
 
@@ -24,11 +27,11 @@ const NOBODY_READS: u8 = 141;
 pub fn exit_code(result: anyhow::Result<Outcome>) -> u8 {
     match result {
         Ok(Outcome::Passed) => 0,
-        Ok(Outcome::Failed) => 1,
+        Ok(Outcome::Failed) => WRONG,
         Err(error) if matches!(error.downcast_ref(), Some(StdoutError::Closed)) => NOBODY_READS,
         Err(error) if error.is::<Wrong>() => {
             note!("WRONG {}", one_line(&format!("{error:#}")));
-            1
+            WRONG
         }
         Err(error) => {
             // The library quotes no file, but devices, in several lines.

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvpack::AttentionShape;
 use kvpack::conformance::{BatchFormat, DecodeShape};
+use kvpack::{AttentionShape, SegmentFormat};
 use serde::{Deserialize, Serialize};
 
 use crate::{Run, recipes};
@@ -44,6 +44,36 @@ pub struct ShapeReport {
     pub plain_f32_us: Option<f64>,
     /// One row for each format.
     pub rows: Vec<BenchRow>,
+}
+
+impl BenchReport {
+    /// Takes up the shapes of another report of the same backend, driver, build and options: rows of a shape that is
+    /// known join it. Dates and commands of both are kept.
+    ///
+    /// # Errors
+    /// The other report, where one of these differs, or a shape of the same name has other sizes.
+    pub fn join(&mut self, other: Self) -> Result<(), Box<Self>> {
+        let build = |report: &Self| report.run.as_ref().map(|run| (run.commit.clone(), run.driver.clone()));
+        let of_name = |shape: &ShapeReport| self.shapes.iter().find(|known| known.shape == shape.shape);
+        let has_sizes = |shape: &ShapeReport| of_name(shape).is_none_or(|known| known.described() == shape.described());
+        if self.backend != other.backend
+            || self.not_default != other.not_default
+            || build(self) != build(&other)
+            || !other.shapes.iter().all(has_sizes)
+        {
+            return Err(Box::new(other));
+        }
+        for shape in other.shapes {
+            match self.shapes.iter_mut().find(|known| known.shape == shape.shape) {
+                Some(known) => known.rows.extend(shape.rows),
+                None => self.shapes.push(shape),
+            }
+        }
+        if let (Some(run), Some(other)) = (&mut self.run, other.run) {
+            run.join(&other);
+        }
+        Ok(())
+    }
 }
 
 /// One format on one shape.
@@ -238,6 +268,27 @@ impl ShapeReport {
     }
 }
 
+impl ShapeReport {
+    /// Compares the rows with the bandwidth of the device, in bytes per second, as [`RowOutcome::compare_with`] does,
+    /// and then with the f16 row as far as that has kept its figures.
+    pub fn compare_with(&mut self, read: Option<f64>) {
+        self.rows.iter_mut().for_each(|row| row.outcome.compare_with(read));
+        self.read_gigabytes_per_second = read.map(|read| read / 1e9);
+        self.compare_with_f16();
+    }
+
+    /// Says of every row how many times faster than the f16 row it is; none where that has no figures.
+    pub fn compare_with_f16(&mut self) {
+        let f16 = self.rows.iter().find(|row| row.format == SegmentFormat::F16.to_string());
+        let f16_us = f16.and_then(|row| row.outcome.figures()).map(|figures| figures.step_us);
+        for row in &mut self.rows {
+            if let RowOutcome::Timed(figures) = &mut row.outcome {
+                figures.times_f16 = f16_us.map(|f16_us| f16_us / figures.step_us);
+            }
+        }
+    }
+}
+
 /// The formats of the parts that sequences are stored in.
 pub fn parts_of(format: &BatchFormat) -> Vec<String> {
     format.parts_alone().map(|part| part.to_string()).collect()
@@ -358,6 +409,67 @@ mod tests {
         assert_eq!((times.seconds, times.spread.samples), (51.0, 100));
         assert_eq!((times.spread.low_us, times.spread.high_us), (26e6, 76e6));
         assert_eq!(times.spread.percent_of(50e6), 50.0);
+    }
+
+    fn row(format: &str, outcome: RowOutcome) -> BenchRow {
+        let (format, parts) = (format.to_owned(), vec![format.to_owned()]);
+        BenchRow { format, recipe: None, parts, nmse: None, nmse_int16: None, bytes: 0, copies: 1, outcome }
+    }
+
+    fn shape(name: &str, tokens: usize, rows: Vec<BenchRow>) -> ShapeReport {
+        let decode = DecodeShape::even(name, AttentionShape::new(4, 2, 64).unwrap(), 1, tokens);
+        ShapeReport::new(&decode, None, rows)
+    }
+
+    fn times_f16(shape: &ShapeReport) -> Vec<Option<f64>> {
+        shape.rows.iter().map(|row| row.outcome.figures().and_then(|figures| figures.times_f16)).collect()
+    }
+
+    #[test]
+    fn nothing_is_faster_than_a_discarded_f16_row() {
+        let rows = vec![row("f16", timed(4_500, 4e-6)), row("4-bit per channel", timed(900, 1e-6))];
+        let mut shape = shape("s", 128, rows);
+        shape.compare_with_f16();
+        assert_eq!(times_f16(&shape), [Some(1.0), Some(4.0)]);
+        // The f16 row alone is above 101 %.
+        shape.compare_with(Some(1.1e9));
+        assert_eq!(times_f16(&shape), [None, None]);
+        assert_eq!((shape.rows[0].outcome.word(), shape.rows[1].outcome.word()), ("discarded", "timed"));
+    }
+
+    fn report(commit: &str, options: &[&str], shapes: Vec<ShapeReport>) -> BenchReport {
+        let run = Run {
+            commit: Some(commit.into()),
+            date: "2026-01-02 03:04 UTC".into(),
+            command: format!("kvpack bench --shape {}", shapes[0].shape),
+            driver: "D 1".into(),
+            guard_percent: None,
+        };
+        let not_default = options.iter().map(|&option| option.to_owned()).collect();
+        BenchReport { backend: "Card".into(), not_default, run: Some(run), shapes }
+    }
+
+    #[test]
+    fn reports_of_one_build_join_their_rows() {
+        let with = |format: &str| vec![row(format, timed(1, 1e-6))];
+        let first = report("abc", &[], vec![shape("s", 128, with("f16"))]);
+        let mut all = first.clone();
+        let second = vec![shape("s", 128, with("4-bit per channel")), shape("t", 128, with("f16"))];
+        all.join(report("abc", &[], second)).unwrap();
+        let formats: Vec<&str> = all.shapes[0].rows.iter().map(|row| row.format.as_str()).collect();
+        assert_eq!((all.shapes.len(), formats), (2, vec!["f16", "4-bit per channel"]));
+        all.join(report("abc", &[], vec![shape("t", 128, Vec::new())])).unwrap();
+        let run = all.run.as_ref().unwrap();
+        assert_eq!(run.command, "kvpack bench --shape s; kvpack bench --shape t");
+        for other in [
+            report("abd", &[], vec![shape("u", 128, Vec::new())]),
+            report("abc", &["query int8"], vec![shape("u", 128, Vec::new())]),
+            report("abc", &[], vec![shape("s", 256, Vec::new())]),
+            BenchReport { backend: "Card 2".into(), ..first },
+        ] {
+            assert!(all.join(other).is_err());
+        }
+        assert_eq!(all.shapes.len(), 2);
     }
 
     #[test]

@@ -12,7 +12,10 @@ pub struct ConformanceReport {
     pub backend: String,
     /// The run.
     pub run: Option<Run>,
-    /// One row for each check.
+    /// How many checks were to run; none in reports of older builds. There are fewer rows where the run ended early.
+    #[serde(default)]
+    pub planned: Option<usize>,
+    /// One row for each check that ran.
     pub rows: Vec<CheckRow>,
 }
 
@@ -49,5 +52,10 @@ impl ConformanceReport {
     /// How many checks came out so.
     pub fn count(&self, outcome: CheckOutcome) -> usize {
         self.rows.iter().filter(|row| row.outcome == outcome).count()
+    }
+
+    /// How many of the planned checks did not run.
+    pub fn not_run(&self) -> usize {
+        self.planned.map_or(0, |planned| planned.saturating_sub(self.rows.len()))
     }
 }

@@ -30,4 +30,4 @@ pub use model::{ModelReport, PasskeyRow, RecipeRow};
 pub use peers::{PeerRow, PeersReport};
 pub use ranks::{ExchangeRow, RanksFound, RanksReport, RanksRow};
 pub use run::{Run, utc};
-pub use suite::{SuiteReport, SuiteTable};
+pub use suite::{Skipped, SuiteReport, SuiteTable};

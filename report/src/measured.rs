@@ -30,8 +30,12 @@ pub enum Measured {
     Chunks(SuiteReport),
     /// `kvpack bench --suite evict`.
     Evict(SuiteReport),
+    /// `kvpack bench --suite linear`.
+    Linear(SuiteReport),
     /// `kvpack bench --suite prefill`.
     Prefill(SuiteReport),
+    /// `kvpack bench --suite ranks`.
+    Ranks(SuiteReport),
     /// `kvpack bench --suite step`.
     Step(SuiteReport),
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use kvpack::ranks::{ExchangeTime, ReadTime};
 use serde::{Deserialize, Serialize};
 
-use crate::{Run, Spread};
+use crate::{Run, Skipped, Spread};
 
 /// A run of the suite.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -33,6 +33,9 @@ pub struct RanksFound {
     pub exchanges: Vec<ExchangeRow>,
     /// Steps.
     pub rows: Vec<RanksRow>,
+    /// Steps over sequences that do not fit.
+    #[serde(default)]
+    pub skipped: Vec<Skipped>,
 }
 
 /// States of random queries, exchanged and merged, or gathered only.
@@ -77,10 +80,11 @@ pub struct RanksRow {
     pub bytes: u64,
     /// Copies that rank 0 holds, and that steps go round.
     pub copies: usize,
-    /// The time on one GPU over that on all of these, times their number.
-    pub efficiency: f64,
-    /// Of the merged output against that of one GPU.
-    pub nmse: f64,
+    /// The time on one GPU over that on all of these, times their number; none where one GPU does not hold the
+    /// sequence.
+    pub efficiency: Option<f64>,
+    /// Of the merged output against that of one GPU, where that holds the sequence.
+    pub nmse: Option<f64>,
 }
 
 /// Columns of the table of steps.
@@ -160,7 +164,8 @@ impl RanksReport {
             let cell = |(ranks, transport): (usize, &str)| {
                 find(ranks, transport).map_or("–".into(), |row| {
                     let computed = self.found.computed_us(row).map_or("–".into(), |us| format!("{us:.1}"));
-                    format!("{:.1} ({computed}) {:.0} %", row.us, row.efficiency * 100.0)
+                    let efficiency = row.efficiency.map_or("–".into(), |share| format!("{:.0} %", share * 100.0));
+                    format!("{:.1} ({computed}) {efficiency}", row.us)
                 })
             };
             let alone = find(1, "none").map_or("–".into(), |row| format!("{:.1}", row.us));
@@ -169,5 +174,21 @@ impl RanksReport {
             table += &format!("| {length} | {format} | {alone} | {} |\n", cells.join(" | "));
         }
         table
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_without_one_gpu_have_no_efficiency() {
+        let text = r#"{"kind": "ranks", "run": {"commit": null, "date": "", "command": "", "driver": "",
+            "guard_percent": null}, "query_heads": 32, "kv_heads": 8, "head_dim": 128, "backend": "Card",
+            "exchanges": [], "rows": [{"tokens": 65536, "format": "f16", "ranks": 2, "transport": "peer", "us": 10.5, "samples": 3,
+            "low_us": 10.0, "high_us": 11.0, "attend_us": 9.0, "attend_spread": {"samples": 3, "low_us": 9.0,
+            "high_us": 9.0}, "predicted_us": 10.0, "bytes": 1, "copies": 1, "efficiency": null, "nmse": null}]}"#;
+        let report: RanksReport = serde_json::from_str(text).unwrap();
+        assert!(report.step_table().contains("| 64k | f16 | – | 10.5 (–) – | – |"), "{}", report.step_table());
     }
 }

@@ -19,6 +19,21 @@ pub struct Run {
     pub guard_percent: Option<f64>,
 }
 
+impl Run {
+    /// Adds the date and the command of another run of the same build: `first to last`, and one command after the
+    /// other.
+    pub fn join(&mut self, other: &Self) {
+        let (first, last) = self.date.split_once(" to ").unwrap_or((&self.date, &self.date));
+        let (other_first, other_last) = other.date.split_once(" to ").unwrap_or((&other.date, &other.date));
+        // Dates are written so that their order is that of the texts.
+        let (first, last) = (first.min(other_first), last.max(other_last));
+        self.date = if first == last { first.to_owned() } else { format!("{first} to {last}") };
+        if !self.command.split("; ").any(|command| command == other.command) {
+            self.command = format!("{}; {}", self.command, other.command);
+        }
+    }
+}
+
 /// A time in seconds since 1970 as a date with hours and minutes, UTC.
 pub fn utc(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
@@ -36,7 +51,25 @@ pub fn utc(seconds: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::utc;
+    use super::{Run, utc};
+
+    #[test]
+    fn runs_are_joined_from_the_first_to_the_last() {
+        let run = |date: &str, command: &str| Run {
+            commit: None,
+            date: date.into(),
+            command: command.into(),
+            driver: String::new(),
+            guard_percent: None,
+        };
+        let mut all = run("2026-01-02 03:04 UTC", "a");
+        all.join(&run("2026-01-02 03:04 UTC", "b"));
+        assert_eq!((all.date.as_str(), all.command.as_str()), ("2026-01-02 03:04 UTC", "a; b"));
+        for (date, command) in [("2026-01-02 03:10 UTC", "c"), ("2026-01-01 23:00 UTC", "b")] {
+            all.join(&run(date, command));
+        }
+        assert_eq!(all, run("2026-01-01 23:00 UTC to 2026-01-02 03:10 UTC", "a; b; c"));
+    }
 
     #[test]
     fn dates_are_those_of_the_calendar() {

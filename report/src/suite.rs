@@ -1,10 +1,19 @@
-//! What the suites of `kvpack bench` measured that have rows of their own: append, causal, chunks, evict, prefill
-//! and step.
+//! What the suites of `kvpack bench` measured that have rows of their own: append, causal, chunks, evict, linear,
+//! prefill, ranks and step.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::Run;
+
+/// A row of a suite without figures: the device has no room for it, or no kernel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Skipped {
+    /// The row.
+    pub what: String,
+    /// The error of the device.
+    pub reason: String,
+}
 
 /// One run of a suite. Its rows are read as they are: each suite has its own columns.
 #[derive(Clone, Debug, Deserialize)]
@@ -94,7 +103,7 @@ mod tests {
 
     #[test]
     fn rows_of_every_suite_are_a_table() {
-        for suite in ["append", "causal", "chunks", "evict", "prefill", "step"] {
+        for suite in ["append", "causal", "chunks", "evict", "linear", "prefill", "ranks", "step"] {
             let text = format!(
                 r#"{{"kind": "{suite}", "backend": "Card", "run": null, "kv_heads": 8, "rows": [
                 {{"append_us": 1.25, "format": "f16", "pack_us": null}},
@@ -105,7 +114,9 @@ mod tests {
             | Measured::Causal(report)
             | Measured::Chunks(report)
             | Measured::Evict(report)
+            | Measured::Linear(report)
             | Measured::Prefill(report)
+            | Measured::Ranks(report)
             | Measured::Step(report)) = measured
             else {
                 panic!("{measured:?}")

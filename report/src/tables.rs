@@ -27,6 +27,17 @@ pub enum TableError {
         "a table of a device has the rows of `kvpack bench --json` and scripts/peers.py, and nothing of `kvpack eval` or `kvpack check`"
     )]
     NoTiming,
+    /// Other libraries were measured on another device.
+    #[error(
+        "the steps of other libraries were measured on {device}, and those of kvpack on {backends}; \
+         give measurements of one device"
+    )]
+    OtherDevice {
+        /// The device of the other libraries.
+        device: String,
+        /// The backends of kvpack.
+        backends: String,
+    },
     /// A row that cannot be repeated.
     #[error("a report does not say of which run it is: write it with `kvpack bench --json`")]
     NoRun,
@@ -53,7 +64,8 @@ impl Device {
     /// Takes what can stand in one table.
     ///
     /// # Errors
-    /// When the rows are of several builds, one of them is wrong or cannot be repeated, or there is none.
+    /// When the rows are of several builds, or of another device than those of other libraries; when one of them is
+    /// wrong or cannot be repeated, or there is none.
     pub fn new(measured: impl IntoIterator<Item = Measured>) -> Result<Self, TableError> {
         let mut device = Self { reports: Vec::new(), peers: Vec::new() };
         for measured in measured {
@@ -76,8 +88,21 @@ impl Device {
         }
         match commits.len() {
             0 => Err(TableError::Empty),
-            1 => Ok(device),
+            1 => device.check_peers().map(|()| device),
             _ => Err(TableError::SeveralBuilds(commits.into_iter().collect::<Vec<_>>().join(", "))),
+        }
+    }
+
+    /// Refuses steps of other libraries on a device that no report of kvpack is of.
+    fn check_peers(&self) -> Result<(), TableError> {
+        let is_here = |peers: &&PeersReport| self.reports.iter().any(|report| peers.is_on_device_of(&report.backend));
+        match self.peers.iter().find(|peers| !is_here(peers)) {
+            None => Ok(()),
+            Some(peers) => {
+                let backends: BTreeSet<&str> = self.reports.iter().map(|report| report.backend.as_str()).collect();
+                let backends = backends.into_iter().collect::<Vec<_>>().join(", ");
+                Err(TableError::OtherDevice { device: peers.device.clone(), backends })
+            }
         }
     }
 
@@ -388,8 +413,27 @@ mod tests {
         );
         let plot = device.plot().unwrap();
         let lines: Vec<String> = plot.legend().into_iter().map(|(_, name)| name).collect();
-        assert_eq!(lines, ["CUDA", "WGSL", "bytes / bandwidth, 4480 GB/s", "library 2, f16"]);
+        assert_eq!(lines, ["CUDA", "WGSL", "bytes / bandwidth, 4480 GB/s", "library 2, f16, Card"]);
         assert_eq!(plot.series[0].points.len(), 2, "f16 and 4 bits: {:?}", plot.series[0]);
+    }
+
+    #[test]
+    fn peers_stand_next_to_the_rows_of_their_device() {
+        let card = bench("abc", "Card (CUDA, sm_90)", &row("f16", 244.71, 98.4));
+        let cpu = bench("abc", "CPU (8 threads)", &row("f16", 9000.0, 98.4));
+        let captioned = |peers: &str| {
+            let device = device(&[card.clone(), peers.to_owned()]).unwrap();
+            device.captioned("plot.svg").replace('\n', " ")
+        };
+        let elsewhen = captioned(PEERS);
+        assert!(elsewhen.contains("of another library, measured 2026-01-02."), "{elsewhen}");
+        let same_run = captioned(&PEERS.replace("2026-01-02", "2026-01-02 03:04 UTC"));
+        assert!(same_run.contains("of another library in the same run."), "{same_run}");
+        let other = device(&[cpu.clone(), PEERS.into()]);
+        assert!(matches!(&other, Err(TableError::OtherDevice { device, .. }) if device == "Card"), "{other:?}");
+        let both = device(&[cpu, card, PEERS.into()]).unwrap();
+        assert!(both.against_peer("g4-b8-32k", "CUDA").is_some());
+        assert_eq!(both.against_peer("g4-b8-32k", "CPU"), None);
     }
 
     #[test]

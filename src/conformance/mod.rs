@@ -53,5 +53,5 @@ pub use select::{
     ChunksCase, EvictionCase, EvictionKeys, Scores, StatisticsCase, TokenScoresCase, TopKCase, chunks_cases,
     eviction_cases, statistics_cases, token_scores_cases, top_k_cases,
 };
-pub use support::{Support, support};
+pub use support::{Support, rounds_queries, support};
 pub use workload::Workload;

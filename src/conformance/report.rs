@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use crate::backend::{QueryBytes, QueryPrecision};
+use super::support::rounds_queries;
+use crate::Result;
+use crate::backend::{Attention, QueryBytes, QueryPrecision};
 use crate::format::SegmentFormat;
 
 /// Errors of an attention output against the f64 reference over the same stored data.
@@ -31,10 +33,21 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The limits of a step over segments of these formats: those of the least precise.
-    pub fn of_step<'a>(query: QueryPrecision, formats: impl IntoIterator<Item = &'a SegmentFormat>) -> Self {
-        let bytes = formats.into_iter().map(|format| query.bytes(format)).min();
-        Self::new(bytes.unwrap_or(QueryBytes::Two))
+    /// The limits of a step over segments of these formats: those of the least precise. A backend that never rounds
+    /// queries has the limits of 16 bits, whatever precision is asked for.
+    ///
+    /// # Errors
+    /// As [`rounds_queries`].
+    pub fn of_step<'a, B: Attention>(
+        backend: &B,
+        query: QueryPrecision,
+        formats: impl IntoIterator<Item = &'a SegmentFormat>,
+    ) -> Result<Self> {
+        let bytes = match rounds_queries(backend)? {
+            true => formats.into_iter().map(|format| query.bytes(format)).min(),
+            false => None,
+        };
+        Ok(Self::new(bytes.unwrap_or(QueryBytes::Two)))
     }
 
     /// The same for a step with sinks. Without them an error that all large scores of a head share changes nothing. A
@@ -221,5 +234,21 @@ impl Report {
     /// The reasons of a failure in one line; empty if the check passed.
     pub fn reason(&self) -> String {
         self.failures.iter().map(Failure::to_string).collect::<Vec<_>>().join("; ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Bits;
+    use crate::cpu::Cpu;
+
+    #[test]
+    fn a_backend_that_rounds_no_queries_has_the_limits_of_16_bits() {
+        let format = SegmentFormat::per_channel(Bits::One);
+        assert_eq!(QueryPrecision::ByFormat.bytes(&format), QueryBytes::One);
+        for query in [QueryPrecision::ByFormat, QueryPrecision::Int8] {
+            assert_eq!(Limits::of_step(&Cpu::new(), query, [&format]), Ok(Limits::new(QueryBytes::Two)));
+        }
     }
 }

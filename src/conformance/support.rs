@@ -1,7 +1,7 @@
 //! The formats that a backend supports, and how.
 
 use super::decode::decode_formats;
-use crate::backend::{AttendArithmetic, Attention, Backend, QueryPrecision};
+use crate::backend::{Arithmetic, AttendArithmetic, Attention, Backend, QueryPrecision};
 use crate::format::{AffineFormat, AttentionShape, Bits, Grouping, SegmentFormat, TensorFormat};
 use crate::{Error, Result};
 
@@ -38,6 +38,17 @@ pub fn support<B: Backend>(backend: &B, shape: &AttentionShape) -> Result<Vec<Su
     });
     formats.push(SegmentFormat::turboquant_renormalized(Bits::Two, 64));
     formats.into_iter().map(|format| row(backend, shape, format)).collect()
+}
+
+/// Whether the precision of queries changes what a backend computes. It does where packed keys are multiplied as
+/// integers, through wgpu. The CPU multiplies floats, and CUDA always takes 16-bit queries.
+///
+/// # Errors
+/// Errors of the backend.
+pub fn rounds_queries<B: Attention>(backend: &B) -> Result<bool> {
+    // Every device multiplies the codes of this format as integers if it multiplies any so.
+    let (shape, format) = (AttentionShape::new(1, 1, 64)?, SegmentFormat::per_channel(Bits::Four));
+    Ok(backend.arithmetic(&shape, &format, QueryPrecision::Int8)?.keys == Arithmetic::Integers)
 }
 
 fn row<B: Attention>(backend: &B, shape: &AttentionShape, format: SegmentFormat) -> Result<Support> {

@@ -130,8 +130,8 @@ impl<B: Backend> Workload<B> {
             }
         }
         let head_dim = data.decode.shape.head_dim();
-        let limits =
-            Limits::of_step(options.query, self.plans.iter().flat_map(AttendPlan::segments).map(StorePart::format));
+        let formats = self.plans.iter().flat_map(AttendPlan::segments).map(StorePart::format);
+        let limits = Limits::of_step(backend, options.query, formats)?;
         let (mut worst, mut failures) = (OutputError::default(), Vec::new());
         let options = AttendOptions { output: ElementType::F32, ..options };
         let stores = self.stores();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use kvpack_report::{Measured, page, read};
+use kvpack_report::{BenchReport, Measured, page, read};
 
 use crate::files::{self, Replacement};
 use crate::outcome::Outcome;
@@ -56,33 +56,46 @@ fn name_and_path(given: &str) -> (String, &Path) {
     }
 }
 
-/// The reports of a file. Benchmarks of one device are one report, however many processes they came from. Where one
-/// file has several devices, their names are added.
+/// The reports of a file. Benchmarks of one device, build and choice of options are one report, however many processes
+/// they came from. Their names say how several such reports of one file differ.
 fn named_apart(name: &str, reports: Vec<Measured>) -> Vec<(String, Measured)> {
-    let mut apart: Vec<(String, Measured)> = Vec::new();
+    let mut benches: Vec<BenchReport> = Vec::new();
+    let mut others = Vec::new();
     for report in reports {
-        let Measured::Bench(report) = report else {
-            apart.push((name.into(), report));
-            continue;
-        };
-        let known = apart.iter_mut().find_map(|(_, known)| match known {
-            Measured::Bench(known) if known.backend == report.backend => Some(known),
-            _ => None,
-        });
-        match known {
-            Some(known) => known.shapes.extend(report.shapes),
-            None => apart.push((name.into(), Measured::Bench(report))),
-        }
-    }
-    let benches = apart.iter().filter(|(_, report)| matches!(report, Measured::Bench(_))).count();
-    if benches > 1 {
-        for (name, report) in &mut apart {
-            if let Measured::Bench(report) = report {
-                *name = format!("{name}, {}", report.backend);
+        match report {
+            Measured::Bench(report) => {
+                let mut apart = Some(Box::new(report));
+                for known in &mut benches {
+                    apart = apart.and_then(|report| known.join(*report).err());
+                }
+                benches.extend(apart.map(|report| *report));
             }
+            other => others.push((name.to_owned(), other)),
         }
     }
-    apart
+    let names = bench_names(name, &benches);
+    names.into_iter().zip(benches.into_iter().map(Measured::Bench)).chain(others).collect()
+}
+
+/// The names of the benchmarks of a file: with the backend where there are several reports, with commit and options
+/// where a backend has several, and with a number where nothing else tells them apart.
+fn bench_names(name: &str, benches: &[BenchReport]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::with_capacity(benches.len());
+    for report in benches {
+        let mut of_report = name.to_owned();
+        if benches.len() > 1 {
+            of_report = format!("{of_report}, {}", report.backend);
+        }
+        if benches.iter().filter(|other| other.backend == report.backend).count() > 1 {
+            let commit = report.run.as_ref().and_then(|run| run.commit.as_deref()).unwrap_or("unknown commit");
+            let options = report.not_default.iter().map(String::as_str);
+            let parts: Vec<&str> = std::iter::once(commit).chain(options).collect();
+            of_report = format!("{of_report}, {}", parts.join(", "));
+        }
+        let alike = names.iter().filter(|known| known.split(" #").next() == Some(&of_report)).count();
+        names.push(if alike > 0 { format!("{of_report} #{}", alike + 1) } else { of_report });
+    }
+    names
 }
 
 #[cfg(test)]
@@ -97,15 +110,43 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_one_device_are_one_report() {
-        let shape = r#"{"shape": "s", "sequences": 1, "tokens": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 64,
-            "read_gigabytes_per_second": null, "plain_f32_us": null, "rows": []}"#;
-        let bench =
-            |backend: &str| format!(r#"{{"kind": "bench", "backend": "{backend}", "run": null, "shapes": [{shape}]}}"#);
-        let text = format!("[{}, {}, {}]", bench("a"), bench("b"), bench("a"));
-        let named = named_apart("file", read(&text).unwrap());
-        let names: Vec<&str> = named.iter().map(|(name, _)| name.as_str()).collect();
-        assert_eq!(names, ["file, a", "file, b"]);
-        assert!(matches!(&named[0].1, Measured::Bench(report) if report.shapes.len() == 2));
+    fn processes_of_one_device_and_build_are_one_report() {
+        let row = r#"{"format": "f16", "parts": ["f16"], "nmse": null, "nmse_int16": null, "bytes": 0, "copies": 0,
+            "outcome": "skipped", "reason": "too large"}"#;
+        let bench = |backend: &str, commit: &str, options: &str, tokens: usize| {
+            format!(
+                r#"{{"kind": "bench", "backend": "{backend}", "not_default": [{options}], "run": {{"commit": "{commit}",
+                "date": "d", "command": "c", "driver": "D", "guard_percent": null}}, "shapes": [{{"shape": "s",
+                "sequences": 1, "tokens": {tokens}, "query_heads": 1, "kv_heads": 1, "head_dim": 64,
+                "read_gigabytes_per_second": null, "plain_f32_us": null, "rows": [{row}]}}]}}"#
+            )
+        };
+        let named = |reports: &[String]| named_apart("file", read(&format!("[{}]", reports.join(","))).unwrap());
+        let names = |named: &[(String, Measured)]| named.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        let all = named(&[bench("a", "x", "", 1), bench("b", "x", "", 1), bench("a", "x", "", 1)]);
+        assert_eq!(names(&all), ["file, a", "file, b"]);
+        assert!(matches!(&all[0].1, Measured::Bench(report) if report.shapes.len() == 1), "one shape");
+        assert!(matches!(&all[0].1, Measured::Bench(report) if report.shapes[0].rows.len() == 2), "of both processes");
+        let query = "\"query int8\"";
+        let all = named(&[
+            bench("a", "x", "", 1),
+            bench("a", "y", "", 1),
+            bench("a", "x", query, 1),
+            bench("a", "x", "", 2),
+            bench("b", "x", "", 1),
+        ]);
+        assert_eq!(
+            names(&all),
+            ["file, a, x", "file, a, y", "file, a, x, query int8", "file, a, x #2", "file, b"],
+            "another commit, option or size"
+        );
+    }
+
+    #[test]
+    fn suites_have_the_name_of_their_file() {
+        let text =
+            r#"[{"kind": "linear", "backend": "a", "run": null}, {"kind": "ranks", "backend": "a", "run": null}]"#;
+        let names = named_apart("file", read(text).unwrap());
+        assert!(names.len() == 2 && names.iter().all(|(name, _)| name == "file"));
     }
 }

@@ -15,7 +15,11 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &
     html.verdict(&subjects.iter().filter_map(|subject| verdict(subject, peers)).collect::<Vec<_>>());
     for Subject { name, report } in subjects {
         let device = with_backend(name, &report.backend);
-        html.paragraph(&format!("{device}. {}", run_in_words(report.run.as_ref())));
+        let options = match report.not_default.as_slice() {
+            [] => String::new(),
+            options => format!(" Not the default: {}.", options.join(", ")),
+        };
+        html.paragraph(&format!("{device}.{options} {}", run_in_words(report.run.as_ref())));
     }
     let mut shapes: Vec<&str> = Vec::new();
     for shape in subjects.iter().flat_map(|subject| &subject.report.shapes) {
@@ -26,16 +30,22 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, BenchReport>], peers: &
     let caption = "Lower is better. A whole step: query preparation, attention, merge. The solid grey line is the time that \
                    the bytes alone take at the measured read bandwidth; dashed lines are f16 attention of other libraries. \
                    Numbers are the width of a code.";
-    let rows: Vec<&PeerRow> = peers.iter().flat_map(|peers| &peers.report.rows).collect();
-    let plots = shapes.iter().map(|shape| (plot(shape, subjects, &rows), caption.to_owned()));
+    let peers: Vec<&PeersReport> = peers.iter().map(|peers| peers.report).collect();
+    let plots = shapes.iter().map(|shape| (plot(shape, subjects, &f16_steps(&peers)), caption.to_owned()));
     html.plots(&plots.collect::<Vec<_>>());
     for shape in shapes {
-        table(html, shape, subjects, peers);
+        table(html, shape, subjects, &peers);
     }
 }
 
+/// Every step of other libraries over f16, with the report that has it.
+fn f16_steps<'a>(peers: &[&'a PeersReport]) -> Vec<(&'a PeersReport, &'a PeerRow)> {
+    let steps = peers.iter().flat_map(|peers| peers.rows.iter().map(move |row| (*peers, row)));
+    steps.filter(|(_, row)| row.format == "f16").collect()
+}
+
 /// How many times faster than f16 the widths are, over all shapes: against kvpack's own f16 step, and against the
-/// fastest f16 attention of another library.
+/// fastest f16 attention of another library on the same device.
 fn verdict(Subject { name, report }: &Subject<'_, BenchReport>, peers: &[Subject<'_, PeersReport>]) -> Option<String> {
     let of_widths = |times: &dyn Fn(&ShapeReport, &Figures) -> Option<f64>| {
         let of_width = |width: u32| {
@@ -47,7 +57,8 @@ fn verdict(Subject { name, report }: &Subject<'_, BenchReport>, peers: &[Subject
         (!widths.is_empty()).then(|| widths.join(", "))
     };
     let own = of_widths(&|_, figures| figures.times_f16)?;
-    let against = of_widths(&|shape, figures| Some(fastest_f16(peers, &shape.shape)?.step_us / figures.step_us));
+    let against =
+        of_widths(&|shape, figures| Some(fastest_f16(peers, &report.backend, &shape.shape)?.step_us / figures.step_us));
     let against = against.map_or(String::new(), |widths| format!(" The fastest f16 of another library: {widths}."));
     let shapes = report.shapes.len();
     let shapes = if shapes == 1 { report.shapes[0].shape.clone() } else { format!("{shapes} shapes") };
@@ -65,7 +76,7 @@ pub fn sentence(subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, Peer
     let own = steps.iter().max_by(|a, b| a.1.1.times_f16.unwrap_or(0.0).total_cmp(&b.1.1.times_f16.unwrap_or(0.0)))?;
     let (device, (shape, figures)) = own;
     let times = figures.times_f16?;
-    let peer = fastest_f16(peers, shape).map_or(String::new(), |peer| {
+    let peer = fastest_f16(peers, device, shape).map_or(String::new(), |peer| {
         format!(
             ", and {:.1} times as fast as {}, the fastest f16 attention of another library there",
             peer.step_us / figures.step_us,
@@ -80,10 +91,10 @@ fn figures_of(shape: &ShapeReport, width: u32) -> Option<&Figures> {
     shape.rows.iter().find(|row| plain_width(&row.format) == Some(width))?.outcome.figures()
 }
 
-fn fastest_f16<'a>(peers: &[Subject<'a, PeersReport>], shape: &str) -> Option<&'a PeerRow> {
-    let rows = peers.iter().flat_map(|peers| &peers.report.rows);
-    let rows = rows.filter(|row| row.shape == shape && row.format == "f16");
-    rows.min_by(|a, b| a.step_us.total_cmp(&b.step_us))
+/// The fastest f16 step of another library on the device of `backend`.
+fn fastest_f16<'a>(peers: &[Subject<'a, PeersReport>], backend: &str, shape: &str) -> Option<&'a PeerRow> {
+    let peers = peers.iter().map(|peers| peers.report).filter(|peers| peers.is_on_device_of(backend));
+    peers.filter_map(|peers| peers.fastest_f16(shape)).min_by(|a, b| a.step_us.total_cmp(&b.step_us))
 }
 
 /// `1.9 to 3.6`.
@@ -107,8 +118,9 @@ fn bits(shape: &ShapeReport, row: &BenchRow) -> f64 {
     row.bytes as f64 * f16.map_or(8.0 / elements as f64, |f16| 16.0 / f16 as f64)
 }
 
-/// Microseconds of a step against bits: lines of families for one subject, and of subjects for several.
-pub fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[&PeerRow]) -> Plot {
+/// Microseconds of a step against bits: lines of families for one subject, and of subjects for several. Steps of other
+/// libraries are drawn where a subject was measured on their device.
+pub fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[(&PeersReport, &PeerRow)]) -> Plot {
     let measured: Vec<_> = subjects.iter().filter_map(|subject| Some((subject, shape_of(subject, name)?))).collect();
     let mut series = match measured.as_slice() {
         [(_, shape)] => by_family(points(shape)),
@@ -134,9 +146,12 @@ pub fn plot(name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[&PeerRow
         let name = format!("bytes / bandwidth, {:.0} GB/s", read / 1e9);
         references.push(Reference { name, dashed: false, points: line });
     }
-    for row in peers.iter().filter(|row| row.shape == name && row.format == "f16") {
-        let points = (4..=272).map(|i| (f64::from(i) / 16.0, row.step_us)).collect();
-        references.push(Reference { name: format!("{}, f16", row.peer), dashed: true, points });
+    for (peers, row) in peers.iter().filter(|(_, row)| row.shape == name) {
+        if measured.iter().any(|(subject, _)| peers.is_on_device_of(&subject.report.backend)) {
+            let points = (4..=272).map(|i| (f64::from(i) / 16.0, row.step_us)).collect();
+            let name = format!("{}, {}, {}", row.peer, row.format, peers.device);
+            references.push(Reference { name, dashed: true, points });
+        }
     }
     let shape = measured.first().map(|(_, shape)| *shape);
     let title = shape.map_or(name.to_owned(), |shape| format!("{name}: {}", shape.described()));
@@ -182,7 +197,7 @@ fn of_subject(subject: &Subject<'_, BenchReport>, shape: &ShapeReport, colour: u
     Series { name: subject.name.into(), colour, points }
 }
 
-fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[Subject<'_, PeersReport>]) {
+fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], peers: &[&PeersReport]) {
     let shapes: Vec<Option<&ShapeReport>> = subjects.iter().map(|subject| shape_of(subject, name)).collect();
     let mut formats: Vec<&str> = Vec::new();
     for row in shapes.iter().flatten().flat_map(|shape| &shape.rows) {
@@ -220,8 +235,16 @@ fn table(html: &mut Html, name: &str, subjects: &[Subject<'_, BenchReport>], pee
         std::iter::once(recipe_and_format(name, format)).chain(cells).collect::<Vec<_>>()
     };
     let mut rows: Vec<(bool, Vec<String>)> = formats.iter().map(|format| (false, row(format))).collect();
-    for peer in peers.iter().flat_map(|peers| &peers.report.rows).filter(|row| row.shape == name) {
-        rows.push((false, vec![recipe_and_format(&peer.peer, &peer.format), format!("{:.1}", peer.step_us)]));
+    for peers in peers {
+        // In the column of the first subject on their device; steps of another device stand in no column.
+        let of_device = |subject: &Subject<'_, BenchReport>| peers.is_on_device_of(&subject.report.backend);
+        let Some(column) = subjects.iter().position(of_device) else { continue };
+        for peer in peers.rows.iter().filter(|row| row.shape == name) {
+            let mut cells = vec!["–".to_owned(); 1 + 2 * subjects.len()];
+            cells[0] = recipe_and_format(&format!("{}, {}", peer.peer, peers.device), &peer.format);
+            cells[1 + 2 * column] = format!("{:.1}", peer.step_us);
+            rows.push((false, cells));
+        }
     }
     html.table(&header, rows);
 }

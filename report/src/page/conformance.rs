@@ -40,11 +40,16 @@ pub fn sections(html: &mut Html, subjects: &[Subject<'_, ConformanceReport>]) {
 pub fn sentence(subjects: &[Subject<'_, ConformanceReport>]) -> Option<String> {
     let count = |outcome| subjects.iter().map(|subject| subject.report.count(outcome)).sum::<usize>();
     let (passed, failed) = (count(CheckOutcome::Passed), count(CheckOutcome::Failed));
-    match (passed + failed, failed) {
-        (0, _) => None,
-        (all, 0) => Some(format!("All {all} checks passed.")),
-        (all, failed) => Some(format!("{failed} of {all} checks FAILED.")),
-    }
+    let not_run = subjects.iter().map(|subject| subject.report.not_run()).sum::<usize>();
+    let sentence = match (passed + failed, failed) {
+        (0, _) if not_run == 0 => return None,
+        (0, _) => String::new(),
+        (all, 0) if not_run == 0 => format!("All {all} checks passed."),
+        (all, 0) => format!("{all} checks passed."),
+        (all, failed) => format!("{failed} of {all} checks FAILED."),
+    };
+    let ended = if not_run > 0 { format!("{not_run} checks did NOT RUN.") } else { String::new() };
+    Some(format!("{sentence} {ended}").trim().to_owned())
 }
 
 fn verdict(Subject { name, report }: &Subject<'_, ConformanceReport>) -> String {
@@ -52,7 +57,11 @@ fn verdict(Subject { name, report }: &Subject<'_, ConformanceReport>) -> String 
         [CheckOutcome::Passed, CheckOutcome::Failed, CheckOutcome::Unsupported].map(|outcome| report.count(outcome));
     let right = if failed == 0 { "is right in all that was checked" } else { "is WRONG" };
     let beside = if unsupported > 0 { format!(", {unsupported} are not served and say so") } else { String::new() };
-    format!("{name} {right}: {passed} checks passed, {failed} failed{beside}.")
+    let ended = match (report.not_run(), report.planned) {
+        (not_run @ 1.., Some(planned)) => format!(" The run ended early: {not_run} of {planned} checks did not run."),
+        _ => String::new(),
+    };
+    format!("{name} {right}: {passed} checks passed, {failed} failed{beside}.{ended}")
 }
 
 /// What a line of the matrix is about, in the order of the lines.
@@ -132,7 +141,7 @@ mod tests {
             row("e", &["8-bit per token", "4-bit per token"], CheckOutcome::Passed, None),
             row("f", &[], CheckOutcome::Passed, None),
         ];
-        let report = ConformanceReport { backend: "Card".into(), run: None, rows };
+        let report = ConformanceReport { backend: "Card".into(), run: None, planned: None, rows };
         let lines: Vec<(String, String)> =
             matrix(&report).iter().map(|(line, rows)| (line.name(), cell(rows))).collect();
         let lines: Vec<(&str, &str)> = lines.iter().map(|(line, cell)| (line.as_str(), cell.as_str())).collect();
@@ -146,6 +155,11 @@ mod tests {
                 ("attention", "✓ 1 of 1"),
             ]
         );
+        let ended = ConformanceReport { planned: Some(9), ..report.clone() };
+        let ended = [Subject { name: "card", report: &ended }];
+        let said = verdict(&ended[0]);
+        assert!(said.ends_with("The run ended early: 3 of 9 checks did not run."), "{said}");
+        assert_eq!(sentence(&ended).as_deref(), Some("1 of 5 checks FAILED. 3 checks did NOT RUN."));
         let mut html = Html::new("");
         sections(&mut html, &[Subject { name: "card", report: &report }]);
         let page = html.finish();

@@ -82,8 +82,10 @@ pub fn compare(named: &[(String, Measured)]) -> String {
             Measured::Causal(report) => suites[1].push(Subject { name, report }),
             Measured::Chunks(report) => suites[2].push(Subject { name, report }),
             Measured::Evict(report) => suites[3].push(Subject { name, report }),
-            Measured::Prefill(report) => suites[4].push(Subject { name, report }),
-            Measured::Step(report) => suites[5].push(Subject { name, report }),
+            Measured::Linear(report) => suites[4].push(Subject { name, report }),
+            Measured::Prefill(report) => suites[5].push(Subject { name, report }),
+            Measured::Ranks(report) => suites[6].push(Subject { name, report }),
+            Measured::Step(report) => suites[7].push(Subject { name, report }),
         }
     }
     // CUDA first, so that it has the colour that it has in every other plot.
@@ -121,15 +123,16 @@ pub fn compare(named: &[(String, Measured)]) -> String {
 }
 
 /// Suites with rows of their own: a headline, and what their rows are about. In the order of [`Measured`].
-const SUITES: [(&str, &str); 6] = [
+const SUITES: [(&str, &str); 8] = [
     (
         "Storing new tokens",
-        "append_us: microseconds to store one token for each sequence. pack_us: microseconds per step to pack full pages, spread over the 128 steps \
-         that fill them.",
+        "append_us: microseconds to store one token for each sequence. pack_us: microseconds per step to pack full \
+         pages, spread over the 128 steps that fill them. Each launch packs the same pages, which fit a cache of 34 MB.",
     ),
     (
         "Causal runs",
-        "run_us: the newest queries of a sequence in one run. apart_us: the same queries as decode steps of as many sequences.",
+        "run_us: the newest queries of a sequence in one run. apart_us: the same queries as decode steps of as many \
+         sequences.",
     ),
     (
         "Chunks of several precisions",
@@ -137,15 +140,28 @@ const SUITES: [(&str, &str); 6] = [
     ),
     (
         "Eviction",
-        "kernels_us: microseconds of the kernels. call_us: microseconds of the call by the wall clock, with its work on the host.",
+        "kernels_us: microseconds of the kernels. call_us: microseconds of the call by the wall clock, with its work \
+         on the host.",
+    ),
+    (
+        "Products with packed weights",
+        "us: microseconds of a product of the rows with the weights of a layer. teraflops: 10^12 operations per \
+         second.",
     ),
     (
         "Prompts and drafts",
-        "wall_us: microseconds of a call of KvCache::attend_into by the wall clock, the median; half of the samples lie from low_us to high_us. tflops:          10^12 operations per second.",
+        "wall_us: microseconds of a call of KvCache::attend_into by the wall clock, the median; half of the samples \
+         lie from low_us to high_us. tflops: 10^12 operations per second.",
+    ),
+    (
+        "One sequence over several GPUs",
+        "exchanges, us: microseconds to exchange attention states alone. rows, us: microseconds of a step of one \
+         query, attention, exchange and merge. efficiency: the time on one GPU over that on all of them, times their number.",
     ),
     (
         "Whole decode steps",
-        "Microseconds per layer. wall_us: by the wall clock, steps queued one after the other. store_us and attend_us: the kernels.",
+        "Microseconds per layer. wall_us: by the wall clock, steps queued one after the other. store_us and attend_us: \
+         the kernels.",
     ),
 ];
 

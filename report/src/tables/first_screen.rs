@@ -2,7 +2,7 @@
 
 use super::{Device, backend_name, number, plain_width, step_tokens, wrapped};
 use crate::page::{Plot, Subject, decode_step};
-use crate::{BenchReport, PeerRow, ShapeReport};
+use crate::{BenchReport, PeerRow, PeersReport, ShapeReport};
 
 /// The step that is drawn.
 const DRAWN: &str = "g4-b8-32k";
@@ -37,7 +37,8 @@ impl Device {
         measured.sort_by_key(|report| backend_name(&report.backend));
         let subjects = measured.iter().map(|report| Subject { name: backend_name(&report.backend), report });
         let subjects: Vec<Subject<'_, BenchReport>> = subjects.collect();
-        let peers: Vec<&PeerRow> = self.fastest_f16_peer(DRAWN).into_iter().collect();
+        let peers = subjects.iter().filter_map(|subject| self.fastest_f16_peer(&subject.report.backend, DRAWN));
+        let peers: Vec<(&PeersReport, &PeerRow)> = peers.take(1).collect();
         (!subjects.is_empty()).then(|| decode_step(DRAWN, &subjects, &peers))
     }
 
@@ -50,10 +51,13 @@ impl Device {
         let Some((report, shape)) = drawn else { return String::new() };
         let card = report.backend.split(" (").next().unwrap_or_default();
         let run = report.run.as_ref();
+        let peers = self.fastest_f16_peer(&report.backend, DRAWN).map_or(String::new(), |(peers, _)| {
+            format!(" Dashed: the fastest f16 attention of another library{}.", self.when(peers))
+        });
         let caption = format!(
-            "*Latency of one decode step against bits per element: {} sequences of {} tokens, {} query heads over {} KV \
-             heads × {}. {card}, commit `{}`, {}. Lower is better. Dashed: the fastest f16 attention of another library in \
-             the same run. Solid grey: the time to read the bytes at the measured bandwidth.*",
+            "*Latency of one decode step against bits per element: {} sequences of {} tokens, {} query heads over {} \
+             KV heads × {}. {card}, commit `{}`, {}. Lower is better.{peers} Solid grey: the time to read the bytes at \
+             the measured bandwidth.*",
             shape.sequences,
             step_tokens(shape),
             shape.query_heads,
@@ -79,10 +83,10 @@ impl Device {
         format!("{header}{columns}{}\n", rows.join("\n"))
     }
 
-    fn against_peer(&self, name: &str, by: &str) -> Option<String> {
-        let reports = self.reports.iter().filter(|report| backend_name(&report.backend) == by);
-        let shape = reports.flat_map(|report| &report.shapes).find(|shape| shape.shape == name)?;
-        let peer = self.fastest_f16_peer(name)?;
+    pub(super) fn against_peer(&self, name: &str, by: &str) -> Option<String> {
+        let reports = || self.reports.iter().filter(|report| backend_name(&report.backend) == by);
+        let shape = reports().flat_map(|report| &report.shapes).find(|shape| shape.shape == name)?;
+        let (_, peer) = reports().find_map(|report| self.fastest_f16_peer(&report.backend, name))?;
         let cell = |width: u32| {
             let row = shape.rows.iter().find(|row| plain_width(&row.format) == Some(width));
             let figures = row.and_then(|row| row.outcome.figures());
@@ -99,10 +103,19 @@ impl Device {
         ))
     }
 
-    /// The fastest step of another library over f16.
-    fn fastest_f16_peer(&self, shape: &str) -> Option<&PeerRow> {
-        let of_shape = self.peers.iter().flat_map(|peers| &peers.rows);
-        let of_shape = of_shape.filter(|row| row.shape == shape && row.format == "f16");
-        of_shape.min_by(|a, b| a.step_us.total_cmp(&b.step_us))
+    /// The fastest step of another library over f16, on the device of `backend`.
+    fn fastest_f16_peer(&self, backend: &str, shape: &str) -> Option<(&PeersReport, &PeerRow)> {
+        let peers = self.peers.iter().filter(|peers| peers.is_on_device_of(backend));
+        let rows = peers.filter_map(|peers| Some((peers, peers.fastest_f16(shape)?)));
+        rows.min_by(|a, b| a.1.step_us.total_cmp(&b.1.step_us))
+    }
+
+    /// When other libraries were measured: in the run whose first and last reports enclose their date, or on that date.
+    fn when(&self, peers: &PeersReport) -> String {
+        let dates = || self.reports.iter().filter_map(|report| report.run.as_ref()).map(|run| run.date.as_str());
+        // Dates are written so that their order is that of the texts.
+        let is_same_run = dates().min().is_some_and(|first| first <= peers.date.as_str())
+            && dates().max().is_some_and(|last| peers.date.as_str() <= last);
+        if is_same_run { " in the same run".into() } else { format!(", measured {}", peers.date) }
     }
 }

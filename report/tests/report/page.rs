@@ -103,7 +103,7 @@ fn checks(backend: &str, outcome: CheckOutcome) -> ConformanceReport {
         row("4-bit per token", outcome, None),
         row("K 3-bit codebook and 1-bit sketch, V 4-bit codebook", CheckOutcome::Passed, Some(3e-9)),
     ];
-    ConformanceReport { backend: backend.into(), run: None, rows }
+    ConformanceReport { backend: backend.into(), run: None, planned: None, rows }
 }
 
 #[test]
@@ -155,4 +155,42 @@ fn a_page_shows_every_kind_of_report() {
     let swatches = |name: &str| page.matches(&format!("</svg>{name}</li>")).count();
     assert_eq!((swatches("vlcache:0.5"), swatches("h2o:0.5"), swatches("vlcache:0.5/saw-int4")), (1, 0, 0));
     fs::write(Path::new(env!("CARGO_TARGET_TMPDIR")).join("every-kind.html"), page).expect("a writable folder");
+}
+
+/// A decode step in f16 and at 4 bits on a backend.
+fn bench(backend: &str, options: &str) -> String {
+    let row = |format: &str, us: f64| {
+        format!(
+            r#"{{"format": "{format}", "parts": ["{format}"], "nmse": 2e-9, "nmse_int16": null, "bytes": 1000,
+            "copies": 2, "outcome": "timed", "timer": "clock", "launches": [], "step_us": {us}, "gigabytes_per_second": 1.0,
+            "read_gigabytes_per_second": 9.0, "percent_of_read": 90.0, "times_f16": {}, "times_plain_f32": null,
+            "guard_low_percent": 0.5}}"#,
+            240.0 / us
+        )
+    };
+    let rows = [row("f16", 240.0), row("4-bit per channel", 60.0)].join(",");
+    format!(
+        r#"{{"kind": "bench", "backend": "{backend}", "not_default": [{options}], "run": null, "shapes": [{{
+        "shape": "g4-b8-32k", "sequences": 8, "tokens": 32768, "query_heads": 32, "kv_heads": 8, "head_dim": 128,
+        "read_gigabytes_per_second": 9.0, "plain_f32_us": null, "rows": [{rows}]}}]}}"#
+    )
+}
+
+const PEERS: &str = r#"{"kind": "peers", "device": "Card", "driver": "D 1", "date": "2026-01-02", "command": "x",
+    "rows": [{"peer": "library 2", "shape": "g4-b8-32k", "format": "f16", "step_us": 243.25}]}"#;
+
+#[test]
+fn peers_are_compared_with_kvpack_on_their_device() {
+    let page = |reports: &[String]| {
+        let reports = read(&format!("[{}]", reports.join(","))).unwrap();
+        compare(&reports.into_iter().map(|report| ("all".to_owned(), report)).collect::<Vec<_>>())
+    };
+    let elsewhere = page(&[bench("Card 2 (CUDA, sm_90)", "\"query int8\""), PEERS.into()]);
+    assert!(!elsewhere.contains("library 2") && !elsewhere.contains("fastest f16 of another library"), "{elsewhere}");
+    assert!(elsewhere.contains("Not the default: query int8."), "{elsewhere}");
+    let both = page(&[bench("CPU (8 threads)", ""), bench("Card (Vulkan, f16)", ""), PEERS.into()]);
+    let fastest = "The fastest f16 of another library: 4 bits 4.1.";
+    assert_eq!(both.matches(fastest).count(), 1, "of the card alone: {both}");
+    assert!(both.contains("library 2, f16, Card"), "the line of the plot: {both}");
+    assert!(both.contains("<td>–</td><td>–</td><td>243.2</td><td>–</td>"), "in the card's column: {both}");
 }

@@ -43,7 +43,7 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &AttendCa
     };
     let expected = reference::of_case(case, &data, &spans, &plan)?;
     let error = expected.error_of(&in_f32, case.shape.head_dim());
-    let limits = limits_of(case);
+    let limits = limits_of(backend, case)?;
     failures.extend(expected.failures("output", &in_f32, &error, &limits));
     failures.extend(stored.guard_failures(backend).await?);
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
@@ -59,7 +59,7 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
     let plan = stored.plan(case)?;
     let queries = backend.upload(query_tensor(case, &data, &plan).elements()).await?;
     let expected = reference::of_case(case, &data, &spans, &plan)?;
-    let limits = limits_of(case);
+    let limits = limits_of(backend, case)?;
     let of = |plan: AttendPlan| {
         let (stores, queries) = (stored.stores(), &queries);
         async move {
@@ -88,9 +88,10 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
     Ok(Report { check: case.name.clone(), accuracy: Some(Accuracy { error, limits }), failures })
 }
 
-fn limits_of(case: &AttendCase) -> Limits {
-    let limits = Limits::of_step(case.options.query, case.segments.iter().map(|segment| &segment.format));
-    if case.scoring.sinks().is_some() { limits.with_sinks() } else { limits }
+fn limits_of<B: Backend>(backend: &B, case: &AttendCase) -> Result<Limits> {
+    let formats = case.segments.iter().map(|segment| &segment.format);
+    let limits = Limits::of_step(backend, case.options.query, formats)?;
+    Ok(if case.scoring.sinks().is_some() { limits.with_sinks() } else { limits })
 }
 
 /// The errors of states, and the failures against the limits.

@@ -180,13 +180,15 @@ pub(in crate::conformance) async fn run<B: Backend>(backend: &B, case: &Eviction
     let nearest: Vec<Nearest> =
         places.iter().zip(&similarities).map(|(&kept, &similarity)| Nearest { kept, similarity }).collect();
     failures.extend(wrong_choice(case, &nearest, &want));
-    // Given the assignment, the rows must equal those of the reference.
-    if nearest.len() == want.len() && nearest.iter().all(|nearest| (nearest.kept as usize) < case.kept) {
+    // Given the assignment, the rows must equal those of the reference. An impossible one has no such rows.
+    let impossible = impossible_choice(case.kept, &nearest, &want);
+    if nearest.len() == want.len() && impossible.is_none() {
         for (what, rows, got) in [("merged keys", &keys, &merged_keys), ("merged values", &values, &merged_values)] {
             let want = cpu::merge_tokens(&shape, dense(rows, layout), tokens, &nearest, case.merging)?;
             failures.extend(far(what, got, &want, 1e-5));
         }
     }
+    failures.extend(impossible);
     let again = backend.merge_tokens(input, case.merging)?;
     failures.extend(difference("keys merged again", &backend.download(&again.keys).await?, &merged_keys));
     Ok(Report { check: case.name.clone(), accuracy: None, failures })
@@ -219,9 +221,34 @@ fn wrong_choice(case: &EvictionCase, got: &[Nearest], want: &[Nearest]) -> Optio
     })
 }
 
+/// Evicted tokens that were assigned to a kept token which does not exist, one of which is too many whatever the keys.
+fn impossible_choice(kept: usize, got: &[Nearest], want: &[Nearest]) -> Option<Failure> {
+    let mut impossible = got.iter().enumerate().filter(|(_, got)| got.kept as usize >= kept);
+    let (index, first) = impossible.next()?;
+    Some(Failure::Differs {
+        what: format!("nearest kept tokens of {kept}"),
+        elements: 1 + impossible.count(),
+        index,
+        got: first.kept.into(),
+        want: want.get(index).map_or(f64::NAN, |want| want.kept.into()),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_impossible_choice_is_a_failure() {
+        let case = eviction_cases().into_iter().find(|case| case.name == "evict-keep-600").expect("a large case");
+        let want = vec![Nearest { kept: 3, similarity: 1.0 }; 1000];
+        let mut got = want.clone();
+        got[7].kept = case.kept as u32;
+        assert_eq!(wrong_choice(&case, &got, &want), None, "another of the same similarity may win");
+        let failure = impossible_choice(case.kept, &got, &want);
+        assert!(matches!(failure, Some(Failure::Differs { elements: 1, index: 7, .. })), "{failure:?}");
+        assert_eq!(impossible_choice(case.kept, &want, &want), None);
+    }
 
     #[test]
     fn kept_tokens_ascend() {

@@ -8,12 +8,12 @@ use kvpack::conformance::{DecodeData, DecodeShape, Workload};
 use kvpack::cpu::nmse;
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
 use kvpack::{AttentionShape, Bits, SegmentFormat};
-use kvpack_report::{Run, Spread};
+use kvpack_report::{Run, Skipped, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::output::Style;
-use super::timed::{Guard, SPREAD, Timed, figure};
+use super::timed::{Guard, SPREAD, Timed, figure, skipped};
 use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
 use crate::provenance;
@@ -40,6 +40,7 @@ struct CausalReport {
     head_dim: usize,
     tokens: usize,
     rows: Vec<CausalRow>,
+    skipped: Vec<Skipped>,
 }
 
 /// One format and length of run.
@@ -65,7 +66,7 @@ struct CausalRow {
 /// # Errors
 /// When the backend fails; [`Wrong`] when a run differs from its queries one by one.
 pub fn run<B: Timed>(backend: &B, driver: String, formats: &[SegmentFormat], style: Style) -> Result<Outcome> {
-    let run = provenance::run(driver, backend.guard_tolerance());
+    let run = provenance::run(driver, None);
     pollster::block_on(run_rows(backend, run, formats, style))
 }
 
@@ -95,25 +96,48 @@ async fn run_rows<B: Timed>(backend: &B, run: Run, formats: &[SegmentFormat], st
         head_dim: shape.head_dim(),
         tokens,
         rows: Vec::new(),
+        skipped: Vec::new(),
     };
-    let progress = ProgressBar::new((formats.len() * QUERIES.len()) as u64).with_style(print::bar());
-    let mut guard = Guard::new(backend).await?;
-    for &format in formats {
-        progress.set_message(format.to_string());
-        let mut stored = Stored::new(backend, (shape, tokens), format).await?;
-        for queries in QUERIES {
-            progress.set_message(format!("{queries} queries, {format}"));
-            report.rows.push(stored.row(backend, &mut guard, queries).await?);
-            progress.inc(1);
-        }
-    }
-    progress.finish_and_clear();
+    let done = time_rows(backend, shape, formats, &mut report).await;
+    // What was measured is printed, whatever came after it.
     if style == Style::Json {
         print::json(&report)?;
     } else {
         print_report(&report)?;
     }
-    Ok(Outcome::Passed)
+    done.map(|()| Outcome::Passed)
+}
+
+async fn time_rows<B: Timed>(
+    backend: &B,
+    shape: AttentionShape,
+    formats: &[SegmentFormat],
+    report: &mut CausalReport,
+) -> Result<()> {
+    let progress = ProgressBar::new((formats.len() * QUERIES.len()) as u64).with_style(print::bar());
+    let mut guard = Guard::new(backend).await?;
+    for &format in formats {
+        progress.set_message(format.to_string());
+        let mut stored = match Stored::new(backend, (shape, report.tokens), format).await {
+            Ok(stored) => stored,
+            Err(error) => {
+                report.skipped.push(progress.suspend(|| skipped(format.to_string(), error))?);
+                progress.inc(QUERIES.len() as u64);
+                continue;
+            }
+        };
+        for queries in QUERIES {
+            let what = format!("{queries} queries, {format}");
+            progress.set_message(what.clone());
+            match stored.row(backend, &mut guard, queries).await {
+                Ok(row) => report.rows.push(row),
+                Err(error) => report.skipped.push(progress.suspend(|| skipped(what, error))?),
+            }
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+    Ok(())
 }
 
 /// A sequence in one format, checked against f64.

@@ -8,13 +8,13 @@ use kvpack::backend::{AttendOptions, FilledSpan, FilledStores, NewSpan, SpanSour
 use kvpack::conformance::{BatchFormat, BatchPart, DecodeData, DecodeShape, Workload};
 use kvpack::plan::{Rows, TokenRange};
 use kvpack::{AttentionShape, SegmentFormat};
-use kvpack_report::{Median, Run, Spread};
+use kvpack_report::{Median, Run, Skipped, Spread};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::evict::{Call, Prompt, TimedSelection, time_calls};
 use super::output::Style;
-use super::timed::{Guard, SPREAD, Timed, figure, figure_or_dash};
+use super::timed::{Guard, SPREAD, Timed, figure, figure_or_dash, skipped};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
@@ -39,6 +39,7 @@ struct ChunksReport {
     read_gigabytes_per_second: f64,
     steps: Vec<StepRow>,
     packing: Vec<PackRow>,
+    skipped: Vec<Skipped>,
 }
 
 /// A decode step.
@@ -106,10 +107,33 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, style: Style) -> Resu
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
     let (sequences, tokens) = if backend.sizes().is_gpu() { (8, 32_768) } else { (1, 1024) };
-    let run = provenance::run(driver, backend.guard_tolerance());
     let mut guard = pollster::block_on(Guard::new(backend))?;
     let bandwidth = pollster::block_on(backend.read_bandwidth())?;
-    let mixture = BatchFormat::cocktail();
+    let mut report = ChunksReport {
+        backend: backend.name(),
+        run: provenance::run(driver, None),
+        query_heads: shape.query_heads(),
+        kv_heads: shape.kv_heads(),
+        head_dim: shape.head_dim(),
+        sequences,
+        tokens,
+        read_gigabytes_per_second: bandwidth / 1e9,
+        steps: Vec::new(),
+        packing: Vec::new(),
+        skipped: Vec::new(),
+    };
+    let done = pollster::block_on(time_rows(backend, &mut guard, shape, &mut report));
+    // What was measured is printed, whatever came after it.
+    if style == Style::Json {
+        print::json(&report)?;
+    } else {
+        print_report(&report)?;
+    }
+    done
+}
+
+/// The steps that are timed: each format alone, and the mixture in several ways.
+fn wanted_steps(mixture: &BatchFormat) -> Vec<Step> {
     let alone = |part: &BatchPart| Step::fused(format!("{} alone", part.format), part.format.into(), usize::MAX);
     let mut wanted: Vec<Step> = mixture.parts().iter().map(alone).collect();
     let together = "mixture, chunks brought together";
@@ -119,30 +143,34 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, style: Style) -> Resu
     for span in [4 * CHUNK, CHUNK] {
         wanted.push(Step::fused(format!("mixture, chunks of {span} tokens left apart"), mixture.clone(), span));
     }
+    wanted
+}
+
+async fn time_rows<B: TimedSelection>(
+    backend: &B,
+    guard: &mut Guard,
+    shape: AttentionShape,
+    report: &mut ChunksReport,
+) -> Result<()> {
+    let (sequences, tokens, bandwidth) = (report.sequences, report.tokens, report.read_gigabytes_per_second * 1e9);
+    let mixture = BatchFormat::cocktail();
+    let wanted = wanted_steps(&mixture);
     let progress = ProgressBar::new(wanted.len() as u64 + 1).with_style(print::bar());
-    let mut steps = Vec::new();
     for Step { what, format, span_tokens, fused } in wanted {
         progress.set_message(what.clone());
         let decode = DecodeShape { span_tokens, ..DecodeShape::even("chunks", shape, sequences, tokens) };
-        steps.push(pollster::block_on(step_row(backend, &mut guard, decode, (what, format, fused), bandwidth))?);
+        match step_row(backend, guard, decode, (what.clone(), format, fused), bandwidth).await {
+            Ok(row) => report.steps.push(row),
+            Err(error) => report.skipped.push(progress.suspend(|| skipped(what, error))?),
+        }
         progress.inc(1);
     }
     progress.set_message("packing");
-    let packing = pollster::block_on(pack_rows(backend, &mut guard, shape, tokens, &mixture))?;
+    if let Err(error) = pack_rows(backend, guard, (shape, tokens, &mixture), &mut report.packing).await {
+        report.skipped.push(progress.suspend(|| skipped(format!("packing {tokens} tokens"), error))?);
+    }
     progress.finish_and_clear();
-    let report = ChunksReport {
-        backend: backend.name(),
-        run,
-        query_heads: shape.query_heads(),
-        kv_heads: shape.kv_heads(),
-        head_dim: shape.head_dim(),
-        sequences,
-        tokens,
-        read_gigabytes_per_second: bandwidth / 1e9,
-        steps,
-        packing,
-    };
-    if style == Style::Json { print::json(&report) } else { print_report(&report) }
+    Ok(())
 }
 
 async fn step_row<B: Timed>(
@@ -166,14 +194,14 @@ async fn step_row<B: Timed>(
     Ok(StepRow { what, us, spread, bandwidth_percent, launches, guard_low_percent })
 }
 
-/// Packs a prompt whose chunks go to three stores in turn, by several ways.
+/// Packs a prompt whose chunks go to three stores in turn, by several ways. `rows` has those that were timed, whatever
+/// comes after them.
 async fn pack_rows<B: TimedSelection>(
     backend: &B,
     guard: &mut Guard,
-    shape: AttentionShape,
-    tokens: usize,
-    mixture: &BatchFormat,
-) -> Result<Vec<PackRow>> {
+    (shape, tokens, mixture): (AttentionShape, usize, &BatchFormat),
+    rows: &mut Vec<PackRow>,
+) -> Result<()> {
     let prompt = Prompt::new(backend, shape, tokens, 1).await?;
     let formats: Vec<SegmentFormat> = mixture.parts().iter().map(|part| part.format).collect();
     let stores_of = stores_of_chunks(mixture, tokens);
@@ -232,7 +260,6 @@ async fn pack_rows<B: TimedSelection>(
         .iter()
         .map(|[keys, _]| Call::Reorder { shape, rows: rows_of(keys), chunk_tokens: CHUNK, order: &order })
         .collect();
-    let mut rows = Vec::new();
     for (what, calls) in [("copy the keys in f16", &copies), ("reorder_chunks of the keys in f16", &reorders)] {
         let time = async || {
             let kernels = backend.time_kernels(calls).await?;
@@ -245,7 +272,7 @@ async fn pack_rows<B: TimedSelection>(
     rows.push(PackRow::new("pack keys and values that are in order", guard.watch(backend, time).await?));
     let time = async || Ok((None, time_calls(backend, &prompt.lse, |at| fused(&mut packed, at)).await?));
     rows.push(PackRow::new("pack them while they are gathered", guard.watch(backend, time).await?));
-    Ok(rows)
+    Ok(())
 }
 
 /// The store of every chunk, shuffled: as many chunks of each store as its part of the mixture has tokens.

@@ -14,7 +14,7 @@ use kvpack_report::StepTimes;
 use rayon::prelude::*;
 
 use super::append::TimedStores;
-use super::timed::{Sizes, Timed, median};
+use super::timed::{Sizes, Timed, WALL_CLOCK, median};
 
 /// Bytes to go round, so that a step finds nothing in the caches of the processor.
 const FOOTPRINT: u64 = 256 << 20;
@@ -51,7 +51,7 @@ impl Timed for Cpu {
             elapsed += start.elapsed().as_secs_f64();
             black_box(output);
         }
-        Ok(StepTimes::new("wall clock", Vec::new(), steps))
+        Ok(StepTimes::new(WALL_CLOCK, Vec::new(), steps))
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {

@@ -5,13 +5,14 @@ use kvpack::cpu::Cpu;
 use kvpack::plan::{ElementType, Elements};
 use kvpack::wgpu::Wgpu;
 use kvpack::wgpu::measure::{self, Encode, Repeats};
-use kvpack_report::{Median, Run};
+use kvpack_report::{Median, Run, Skipped};
 use kvpack_weights::{Bits, GroupSize, Groups, LinearShape, PackedCodes, Path, QuantizedLinear};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::output::Style;
-use super::timed::{Guard, Timed};
+use super::timed::{Guard, Timed, WALL_CLOCK, skipped};
+use super::wgpu::timer;
 use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
@@ -81,6 +82,8 @@ pub struct TimedProduct {
     /// The kernel.
     pub path: Path,
     pub time: Median,
+    /// The clock.
+    pub timer: &'static str,
 }
 
 #[derive(Serialize)]
@@ -90,6 +93,7 @@ struct LinearReport {
     run: Run,
     read_gigabytes_per_second: f64,
     rows: Vec<LinearRow>,
+    skipped: Vec<Skipped>,
 }
 
 #[derive(Serialize)]
@@ -101,6 +105,8 @@ struct LinearRow {
     /// The kernel.
     path: String,
     us: f64,
+    /// The clock.
+    timer: &'static str,
     teraflops: f64,
     bytes: u64,
     /// Of the read bandwidth, by the bytes of codes and scales.
@@ -115,17 +121,32 @@ struct LinearRow {
 /// When the device fails; [`Wrong`] when a product differs from f64 products over the stored codes.
 pub fn run<B: TimedLinear>(backend: &B, driver: String, style: Style) -> Result<()> {
     backend.check_linear()?;
-    let is_gpu = backend.sizes().is_gpu();
-    let layers: &[[usize; 2]] = if is_gpu { &LAYERS } else { &SMALL_LAYERS };
-    let rows: &[usize] = if is_gpu { &ROWS } else { &SMALL_ROWS };
-    let run = provenance::run(driver, backend.guard_tolerance());
     let mut guard = pollster::block_on(Guard::new(backend))?;
     let bandwidth = pollster::block_on(backend.read_bandwidth())?;
     if style != Style::Json {
         say!("read bandwidth {:.0} GB/s; groups of {GROUP}, f16 activations", bandwidth / 1e9)?;
         say!("bits  outputs × inputs  rows        µs   GB/s  % read  TFLOP/s  kernel")?;
     }
-    let mut found = Vec::new();
+    let mut report = LinearReport {
+        backend: backend.name(),
+        run: provenance::run(driver, None),
+        read_gigabytes_per_second: bandwidth / 1e9,
+        rows: Vec::new(),
+        skipped: Vec::new(),
+    };
+    let done = time_rows(backend, &mut guard, style, &mut report);
+    // What was measured is printed, whatever came after it.
+    if style == Style::Json {
+        print::json(&report)?;
+    }
+    done
+}
+
+fn time_rows<B: TimedLinear>(backend: &B, guard: &mut Guard, style: Style, report: &mut LinearReport) -> Result<()> {
+    let is_gpu = backend.sizes().is_gpu();
+    let layers: &[[usize; 2]] = if is_gpu { &LAYERS } else { &SMALL_LAYERS };
+    let rows: &[usize] = if is_gpu { &ROWS } else { &SMALL_ROWS };
+    let bandwidth = report.read_gigabytes_per_second * 1e9;
     for bits in [Bits::Four, Bits::Two, Bits::Three, Bits::Eight] {
         // The other widths are timed for the layer in the middle.
         for &[outputs, inputs] in layers.iter().filter(|layer| bits == Bits::Four || **layer == [8192, 8192] || !is_gpu)
@@ -133,19 +154,26 @@ pub fn run<B: TimedLinear>(backend: &B, driver: String, style: Style) -> Result<
             let linear = layer(bits, outputs, inputs)?;
             let packed = (linear.codes().words().len() * 4) as u64;
             let copies = if is_gpu { FOOTPRINT.div_ceil(packed) + 1 } else { 2 };
-            let layers = (0..copies).map(|_| backend.upload_linear(&linear)).collect::<Result<Vec<_>>>()?;
-            for &rows in rows {
-                let row = pollster::block_on(timed(backend, &linear, &layers, rows, bandwidth, &mut guard))?;
-                if style != Style::Json {
-                    print_row(&row)?;
+            let what = format!("{} in {}", linear.shape(), linear.bits());
+            let layers = match (0..copies).map(|_| backend.upload_linear(&linear)).collect::<Result<Vec<_>>>() {
+                Ok(layers) => layers,
+                Err(error) => {
+                    report.skipped.push(skipped(what, error)?);
+                    continue;
                 }
-                found.push(row);
+            };
+            for &rows in rows {
+                match pollster::block_on(timed(backend, &linear, &layers, rows, bandwidth, guard)) {
+                    Ok(row) => {
+                        if style != Style::Json {
+                            print_row(&row)?;
+                        }
+                        report.rows.push(row);
+                    }
+                    Err(error) => report.skipped.push(skipped(format!("{rows} rows of {what}"), error)?),
+                }
             }
         }
-    }
-    if style == Style::Json {
-        let read_gigabytes_per_second = bandwidth / 1e9;
-        print::json(&LinearReport { backend: backend.name(), run, read_gigabytes_per_second, rows: found })?;
     }
     Ok(())
 }
@@ -172,6 +200,7 @@ async fn timed<B: TimedLinear>(
         rows,
         path: product.path.to_string(),
         us,
+        timer: product.timer,
         teraflops: 2e-6 * (rows * outputs) as f64 * inputs as f64 / us,
         bytes: product.bytes,
         bandwidth_percent: 100.0 * product.bytes as f64 / (us * 1e-6) / bandwidth,
@@ -184,6 +213,7 @@ fn print_row(row: &LinearRow) -> Result<()> {
     let rate = row.bytes as f64 / row.us / 1e3;
     let is_steady = row.guard_low_percent <= UNSTEADY_PERCENT;
     let note = if is_steady { "" } else { "  the clock was not steady" };
+    let note = if row.timer == WALL_CLOCK { format!("{note}  by the wall clock") } else { note.into() };
     let (percent, teraflops, path) = (row.bandwidth_percent, row.teraflops, &row.path);
     let head = format!("{:4}  {layer:>16}  {:4}  {:8.2}  {rate:5.0}", row.bits, row.rows, row.us);
     say!("{head}  {percent:5.0} %  {teraflops:7.1}  {path}{note}")?;
@@ -274,7 +304,8 @@ impl TimedLinear for Wgpu {
         let timing = measure::time(self, &work, repeats).await?;
         let outputs = y.download(self.device(), self.queue()).await?;
         let (bytes, path) = (layers[0].bytes(), bound[0].path());
-        Ok(TimedProduct { outputs, bytes, path, time: Median::of_durations(&timing.sorted) })
+        let (time, timer) = (Median::of_durations(&timing.sorted), timer(timing.clock));
+        Ok(TimedProduct { outputs, bytes, path, time, timer })
     }
 }
 
@@ -306,6 +337,7 @@ impl TimedLinear for kvpack::cuda::Cuda {
         let timing = time_launches(self, launch, launches, Duration::from_millis(100), replays)?;
         let outputs = y.download(self.stream())?;
         let (bytes, path) = (layers[0].bytes(), bound[0].path());
-        Ok(TimedProduct { outputs, bytes, path, time: Median::of_durations(&timing.sorted) })
+        let (time, timer) = (Median::of_durations(&timing.sorted), "CUDA graph, events");
+        Ok(TimedProduct { outputs, bytes, path, time, timer })
     }
 }

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use kvpack::backend::QueryPrecision;
-use kvpack::conformance::{BatchFormat, DecodeShape, decode_formats, decode_mixes, decode_shapes};
+use kvpack::conformance::{BatchFormat, DecodeShape, decode_formats, decode_mixes, decode_shapes, rounds_queries};
 use kvpack::{AttentionShape, SegmentFormat};
 use kvpack_report::{BenchRow, RowOutcome, recipes};
 
@@ -50,10 +50,14 @@ pub use timed::Timed;
 /// How much of the guard's rate may be missing before a figure gets a warning.
 pub const UNSTEADY_PERCENT: f64 = 10.0;
 
-/// Time decode steps over packed caches; each is checked against f64 first.
+/// Time decode steps over packed caches, whose outputs are checked.
 ///
 /// A step is everything between the queries and the outputs: query preparation, attention and the merge. Each step uses
 /// the next of several copies of the cache, so that no step finds its data in a cache of the device.
+///
+/// Steps of shapes, of a dump and of the suites decode and mixed are compared with f64 before they are timed. So are
+/// those of causal, chunks and prefill; linear compares the products that it timed. append compares with quantize,
+/// evict with the host, step a timed step with the calls of the cache, ranks with one GPU.
 ///
 /// Rows are printed as they end, and --report rewrites its files after each, so that an interrupted run loses nothing.
 /// µs is the median of n samples; ± is half of the distance between their quartiles. × f16 is the speed-up over
@@ -92,7 +96,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=MOST_FOOTPRINT))]
     footprint: Option<u64>,
     /// Precision of queries, and of weights of values with a range per channel, in integer dot products
-    /// [default: int8 where keys have 4 bits or fewer, int16 where they have 8]. The CPU backend always uses f32.
+    /// [default: int8 where keys have 4 bits or fewer, int16 where they have 8]. Only wgpu takes it: the CPU always
+    /// uses f32, and CUDA int16.
     #[arg(long, value_enum)]
     query: Option<QueryName>,
     /// Minimum seconds of timed steps per row [default: 0.1 on a GPU, 0.5 on the CPU]. Longer runs may lower the clock
@@ -110,10 +115,10 @@ pub struct BenchArgs {
     /// Print JSON when all rows are there.
     #[arg(long)]
     json: bool,
-    /// Print comma-separated values, row by row; for shapes and the suites decode and mixed.
+    /// Print comma-separated values, shape by shape; for shapes and the suites decode and mixed.
     #[arg(long, conflicts_with_all = ["json", "markdown"])]
     csv: bool,
-    /// Print a Markdown table, row by row; for shapes and the suites decode and mixed.
+    /// Print a Markdown table, shape by shape; for shapes and the suites decode and mixed.
     #[arg(long, conflicts_with = "json")]
     markdown: bool,
     /// Write PATH.json and a page with plots to PATH.html, after every row; for shapes and the suites decode and mixed.
@@ -143,7 +148,8 @@ enum SuiteName {
     /// Nine steps of head_dim 128 in every format, from one sequence of 4k tokens to eight of 32k; one has its pages in
     /// random order, one has spans of 576 tokens, an image each
     Decode,
-    /// Storing one more token for each sequence of a batch of 64, in every format
+    /// Storing one more token for each sequence of a batch of 64, in every format; pages that are packed are always the
+    /// same and fit a cache of 34 MB
     Append,
     /// The newest 1 to 512 queries of a sequence of 32k tokens, in one run and as decode steps of as many sequences
     Causal,
@@ -237,6 +243,13 @@ fn bench<B: TimedStores + TimedModel + TimedSelection + TimedLinear>(
 }
 
 fn bench_steps<B: Timed>(args: &BenchArgs, backend: &B, driver: String) -> Result<Outcome> {
+    if args.query.is_some() && !rounds_queries(backend)? {
+        bail!(
+            "--query has no effect on {}, which always multiplies with the same precision; leave --query out, or give \
+             --backend wgpu",
+            backend.name()
+        );
+    }
     let plan = args.plan(backend)?;
     let mut report = plan.report(backend, provenance::run(driver, backend.guard_tolerance()));
     let style = args.style();

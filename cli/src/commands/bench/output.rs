@@ -1,4 +1,5 @@
-//! What is printed and written of timed steps, row by row: a run that is interrupted loses nothing.
+//! What is printed and written of timed steps. The files of a report and the table for people grow row by row: a run
+//! that is interrupted loses nothing. Other programs read CSV and Markdown, whose rows are printed once they are final.
 
 use std::path::Path;
 
@@ -24,22 +25,24 @@ pub enum Style {
     Json,
 }
 
-/// Prints rows as they end.
+/// Prints rows.
 pub struct Output<'a> {
     style: Style,
     /// Files of the report, rewritten after every row.
     files: Option<&'a Path>,
     /// Characters of the longest name of a row.
     name_width: usize,
-    /// Shapes whose heading is printed, and rows of the last of them.
-    shapes: usize,
-    rows: usize,
+    /// Shapes whose heading is printed, and those that have ended.
+    begun: usize,
+    ended: usize,
+    /// The lines of the rows of the shape that has begun last, as they were printed.
+    lines: Vec<String>,
 }
 
 impl<'a> Output<'a> {
     /// Prints rows whose names have at most `name_width` characters.
     pub const fn new(style: Style, files: Option<&'a Path>, name_width: usize) -> Self {
-        Self { style, files, name_width, shapes: 0, rows: 0 }
+        Self { style, files, name_width, begun: 0, ended: 0, lines: Vec::new() }
     }
 
     fn write(&self, report: &BenchReport) -> Result<()> {
@@ -85,46 +88,75 @@ impl<'a> Output<'a> {
         .to_owned()
     }
 
-    fn print_row(&self, shape: &ShapeReport, row: &BenchRow) -> Result<()> {
+    fn line(&self, shape: &ShapeReport, row: &BenchRow) -> String {
         match self.style {
-            Style::Json => Ok(()),
-            Style::Csv => Ok(say!("{}", csv(shape, row).map(|cell| quoted(&cell)).join(","))?),
-            Style::Markdown => {
-                Ok(say!("| {} |", markdown(shape, row).map(|cell| cell.replace('|', "\\|")).join(" | "))?)
-            }
-            Style::Table => {
-                say!("{}", self.table_line(&table(row), shape.plain_f32_us.is_some()))?;
-                remark(row)
-            }
+            Style::Json => String::new(),
+            Style::Csv => csv(shape, row).map(|cell| quoted(&cell)).join(","),
+            Style::Markdown => format!("| {} |", markdown(shape, row).map(|cell| cell.replace('|', "\\|")).join(" | ")),
+            Style::Table => self.table_line(&table(row), shape.plain_f32_us.is_some()),
         }
     }
+
+    /// Prints the heading of the last shape and its rows, as far as they are not there yet.
+    fn print_rows(&mut self, report: &BenchReport, shape: &ShapeReport) -> Result<()> {
+        if self.begun < report.shapes.len() {
+            self.begun = report.shapes.len();
+            self.lines.clear();
+            self.heading(report, shape)?;
+        }
+        for row in shape.rows.iter().skip(self.lines.len()) {
+            self.lines.push(self.line(shape, row));
+            if let (Some(line), true) = (self.lines.last(), self.style != Style::Json) {
+                say!("{line}")?;
+            }
+            if self.style == Style::Table {
+                remark(row)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Prints the rows of a table again that the last reading of the bandwidth has changed, and a shape's last lines.
+    fn print_end(&self, shape: &ShapeReport) -> Result<()> {
+        let lines: Vec<String> = shape.rows.iter().map(|row| self.line(shape, row)).collect();
+        let changed = changed(&self.lines, &lines);
+        if !changed.is_empty() {
+            say!("by the last reading of the bandwidth, these rows are:")?;
+            changed.into_iter().try_for_each(|line| say!("{line}"))?;
+        }
+        print_sums(shape)?;
+        match shape.read_gigabytes_per_second {
+            Some(read) => say!("read bandwidth, measured before and after the rows: {} GB/s", print::rate(read))?,
+            None if shape.rows.iter().any(|row| row.outcome.figures().is_some()) => {
+                say!("the read bandwidth is not known: no two readings of it agree; close other programs")?;
+            }
+            None => {}
+        }
+        Ok(())
+    }
+}
+
+/// The lines that are no longer what was printed.
+fn changed<'a>(printed: &[String], lines: &'a [String]) -> Vec<&'a str> {
+    let pairs = printed.iter().zip(lines).filter(|(printed, line)| printed != line);
+    pairs.map(|(_, line)| line.as_str()).collect()
 }
 
 impl Watch for Output<'_> {
     fn row(&mut self, report: &BenchReport) -> Result<()> {
         let Some(shape) = report.shapes.last() else { return Ok(()) };
-        if self.shapes < report.shapes.len() {
-            (self.shapes, self.rows) = (report.shapes.len(), 0);
-            self.heading(report, shape)?;
+        if self.style == Style::Table {
+            self.print_rows(report, shape)?;
         }
-        for row in &shape.rows[self.rows.min(shape.rows.len())..] {
-            self.print_row(shape, row)?;
-        }
-        self.rows = shape.rows.len();
         self.write(report)
     }
 
     fn shape(&mut self, report: &BenchReport) -> Result<()> {
-        let Some(shape) = report.shapes.last() else { return Ok(()) };
+        let Some(shape) = report.shapes.last().filter(|_| self.ended < report.shapes.len()) else { return Ok(()) };
+        self.ended = report.shapes.len();
+        self.print_rows(report, shape)?;
         if self.style == Style::Table {
-            print_sums(shape)?;
-            match shape.read_gigabytes_per_second {
-                Some(read) => say!("read bandwidth, measured before and after the rows: {} GB/s", print::rate(read))?,
-                None if shape.rows.iter().any(|row| row.outcome.figures().is_some()) => {
-                    say!("the read bandwidth is not known: no two readings of it agree; close other programs")?;
-                }
-                None => {}
-            }
+            self.print_end(shape)?;
         }
         // What only the last reading of the bandwidth shows.
         for row in &shape.rows {
@@ -297,6 +329,14 @@ fn quoted(cell: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_rows_that_changed_are_printed_again() {
+        let lines = |texts: &[&str]| texts.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();
+        let printed = lines(&["f16 10 98", "4-bit 3 90"]);
+        assert_eq!(changed(&printed, &lines(&["f16 - -", "4-bit 3 90"])), ["f16 - -"]);
+        assert_eq!(changed(&printed, &printed), Vec::<&str>::new());
+    }
 
     #[test]
     fn cells_keep_their_commas() {

@@ -10,12 +10,12 @@ use kvpack::conformance::Limits;
 use kvpack::cpu::nmse;
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
 use kvpack::plan::{ElementType, Elements, QueryRun, RowLayout, TokenRange, Visible};
-use kvpack::{AttentionShape, Backend, Bits, Error, SegmentFormat};
-use kvpack_report::{Run, Spread, StepTimes, recipes};
+use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
+use kvpack_report::{Run, Skipped, Spread, StepTimes, recipes};
 use serde::Serialize;
 
 use super::output::Style;
-use super::timed::{Guard, Timed, random_rows};
+use super::timed::{Guard, Timed, WALL_CLOCK, random_rows, skipped};
 use super::{BenchArgs, UNSTEADY_PERCENT};
 use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
@@ -38,6 +38,7 @@ struct PrefillReport {
     backend: String,
     run: Run,
     rows: Vec<PrefillRow>,
+    skipped: Vec<Skipped>,
 }
 
 /// One batch of prompts in one format.
@@ -182,32 +183,10 @@ fn formats(shape: &AttentionShape, recipe: Option<&str>) -> Result<Vec<SegmentFo
 /// When the backend fails; [`Wrong`] when an output differs from f64.
 pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, style: Style) -> Result<Outcome> {
     let batches = chosen.batches(backend.sizes().is_gpu())?;
-    let run = provenance::run(driver, backend.guard_tolerance());
-    let mut report = PrefillReport { backend: backend.name(), run, rows: Vec::new() };
-    let formats = batches.iter().map(|batch| formats(&batch.shape, chosen.recipe)).collect::<Result<Vec<_>>>()?;
-    let progress = ProgressBar::new(formats.iter().map(Vec::len).sum::<usize>() as u64).with_style(print::bar());
-    let mut guard = pollster::block_on(Guard::new(backend))?;
-    for (batch, formats) in batches.iter().zip(formats) {
-        for format in formats {
-            progress.set_message(format!("{}, {format}", batch.label()));
-            match pollster::block_on(row(backend, &mut guard, batch, format)) {
-                Ok(row) => {
-                    if style != Style::Json {
-                        progress.suspend(|| print_row(&row, report.rows.is_empty()))?;
-                    }
-                    report.rows.push(row);
-                }
-                Err(error) => match error.downcast_ref::<Error>() {
-                    Some(Error::OutOfMemory { .. } | Error::Unsupported { .. }) => {
-                        progress.suspend(|| note!("skipped {}, {format}: {error}", batch.label()));
-                    }
-                    _ => return Err(error),
-                },
-            }
-            progress.inc(1);
-        }
-    }
-    progress.finish_and_clear();
+    let run = provenance::run(driver, None);
+    let mut report = PrefillReport { backend: backend.name(), run, rows: Vec::new(), skipped: Vec::new() };
+    let done = time_rows(backend, (&batches, chosen.recipe), style, &mut report);
+    // What was measured is printed, whatever came after it.
     if style == Style::Json {
         print::json(&report)?;
     } else {
@@ -217,7 +196,37 @@ pub fn run<B: Timed + Clone>(backend: &B, driver: String, chosen: Chosen<'_>, st
             "NMSE: of {CHECKED} queries of every sequence against f64; of sequences alike, the first and the last of all."
         )?;
     }
-    Ok(Outcome::Passed)
+    done.map(|()| Outcome::Passed)
+}
+
+/// Times all rows, and prints them as they end unless they are printed as JSON.
+fn time_rows<B: Timed + Clone>(
+    backend: &B,
+    (batches, recipe): (&[Batch], Option<&str>),
+    style: Style,
+    report: &mut PrefillReport,
+) -> Result<()> {
+    let formats = batches.iter().map(|batch| formats(&batch.shape, recipe)).collect::<Result<Vec<_>>>()?;
+    let progress = ProgressBar::new(formats.iter().map(Vec::len).sum::<usize>() as u64).with_style(print::bar());
+    let mut guard = pollster::block_on(Guard::new(backend))?;
+    for (batch, formats) in batches.iter().zip(formats) {
+        for format in formats {
+            let what = format!("{}, {format}", batch.label());
+            progress.set_message(what.clone());
+            match pollster::block_on(row(backend, &mut guard, batch, format)) {
+                Ok(row) => {
+                    if style != Style::Json {
+                        progress.suspend(|| print_row(&row, report.rows.is_empty()))?;
+                    }
+                    report.rows.push(row);
+                }
+                Err(error) => report.skipped.push(progress.suspend(|| skipped(what, error))?),
+            }
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+    Ok(())
 }
 
 async fn row<B: Timed + Clone>(
@@ -235,7 +244,7 @@ async fn row<B: Timed + Clone>(
     let runs = batch.runs();
     let mut output = cache.attend_runs(&runs, &queries, ElementType::F16).await?;
     let nmse = check(backend, &cache, batch, (&host, &output)).await?;
-    let most = Limits::of_step(QueryPrecision::ByFormat, [&format]).nmse;
+    let most = Limits::of_step(backend, QueryPrecision::ByFormat, [&format])?.nmse;
     ensure!(nmse <= most, Wrong(format!("{}, {format}: NMSE {nmse:.1e} against f64", batch.label())));
 
     // A download waits for all that was queued before it.
@@ -281,7 +290,7 @@ async fn time<B: Backend>(
     for _ in 0..SAMPLES {
         samples.push(calls(count).await?);
     }
-    Ok(StepTimes::new("wall clock", Vec::new(), samples))
+    Ok(StepTimes::new(WALL_CLOCK, Vec::new(), samples))
 }
 
 fn recipe(format: SegmentFormat) -> Recipe {

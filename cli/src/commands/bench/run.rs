@@ -2,9 +2,8 @@
 
 use anyhow::Result;
 use indicatif::ProgressBar;
-use kvpack::SegmentFormat;
 use kvpack::backend::{AttendOptions, QueryBytes, QueryPrecision};
-use kvpack::conformance::{BatchFormat, BatchPart, DecodeData, DecodeShape, SequenceData, Workload};
+use kvpack::conformance::{BatchFormat, BatchPart, DecodeData, DecodeShape, SequenceData, Workload, rounds_queries};
 use kvpack_report::{
     BenchReport, BenchRow, Figures, MOST_PERCENT_OF_READ, RowOutcome, Run, ShapeReport, parts_of, recipe_of,
 };
@@ -41,17 +40,19 @@ struct Bench<'a, B> {
     backend: &'a B,
     plan: &'a BenchPlan,
     guard: Guard,
+    /// Whether steps differ by the precision of the query.
+    rounds_queries: bool,
 }
 
 /// Follows a run, so that what was measured is there whatever ends the run.
 pub trait Watch {
-    /// A row ended: the last of the last shape. Its share of the bandwidth is by the readings so far.
+    /// A row ended: the last of the last shape. Its share of the bandwidth is by the readings so far, and may change.
     ///
     /// # Errors
     /// When the row cannot be handed on; the run ends with that.
     fn row(&mut self, report: &BenchReport) -> Result<()>;
 
-    /// The last shape ended: its figures are final.
+    /// The last shape ended, if only by an error: the figures of its rows are final. It may be told of a shape again.
     ///
     /// # Errors
     /// As [`Watch::row`].
@@ -96,10 +97,13 @@ pub async fn run<B: Timed>(
     watch: &mut dyn Watch,
 ) -> Result<()> {
     let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
-    let mut bench = Bench { backend, plan, guard: Guard::new(backend).await? };
+    let guard = Guard::new(backend).await?;
+    let mut bench = Bench { backend, plan, guard, rounds_queries: rounds_queries(backend)? };
     for subject in &plan.subjects {
-        bench.shape(subject, report, (&progress, watch)).await?;
-        progress.suspend(|| watch.shape(report))?;
+        let done = bench.shape(subject, report, (&progress, watch)).await;
+        let shown = progress.suspend(|| watch.shape(report));
+        done?;
+        shown?;
     }
     progress.finish_and_clear();
     Ok(())
@@ -131,27 +135,38 @@ impl<B: Timed> Bench<'_, B> {
         let mut readings = self.readings().await?;
         let at = report.shapes.len();
         report.shapes.push(ShapeReport::new(decode, plain, Vec::new()));
+        let mut done = self.rows(&data, readings.best(), report, (progress, watch)).await;
+        let shape = &mut report.shapes[at];
+        if done.is_ok() {
+            done = self.read_again(&mut readings, &shape.rows).await;
+        }
+        shape.compare_with(readings.bandwidth());
+        done
+    }
+
+    /// Adds the rows of the last shape, whose share of the bandwidth is by its first reading.
+    async fn rows(
+        &mut self,
+        data: &DecodeData<B>,
+        read: f64,
+        report: &mut BenchReport,
+        (progress, watch): (&ProgressBar, &mut dyn Watch),
+    ) -> Result<()> {
         for format in &self.plan.formats {
-            progress.set_message(format!("{} {format}", decode.name));
-            let mut row = self.row(&data, format).await?;
-            let shape = &mut report.shapes[at];
-            if let RowOutcome::Timed(figures) = &mut row.outcome {
-                let f16 = shape.rows.iter().find(|row| row.format == SegmentFormat::F16.to_string());
-                let f16 = f16.and_then(|row| row.outcome.figures()).map(|f16| f16.step_us);
-                figures.times_f16 = f16.map(|f16| f16 / figures.step_us);
-                figures.times_plain_f32 = plain.map(|plain| plain * 1e6 / figures.step_us);
-                figures.percent_of_read = Some(figures.gigabytes_per_second * 1e11 / readings.best())
-                    .filter(|percent| *percent <= MOST_PERCENT_OF_READ);
+            progress.set_message(format!("{} {format}", data.decode.name));
+            let mut row = self.row(data, format).await?;
+            if let Some(shape) = report.shapes.last_mut() {
+                if let RowOutcome::Timed(figures) = &mut row.outcome {
+                    figures.times_plain_f32 = shape.plain_f32_us.map(|plain_us| plain_us / figures.step_us);
+                    figures.percent_of_read = Some(figures.gigabytes_per_second * 1e11 / read)
+                        .filter(|percent| *percent <= MOST_PERCENT_OF_READ);
+                }
+                shape.rows.push(row);
+                shape.compare_with_f16();
             }
-            shape.rows.push(row);
             progress.inc(1);
             progress.suspend(|| watch.row(report))?;
         }
-        let shape = &mut report.shapes[at];
-        self.read_again(&mut readings, &shape.rows).await?;
-        let bandwidth = readings.bandwidth();
-        shape.rows.iter_mut().for_each(|row| row.outcome.compare_with(bandwidth));
-        shape.read_gigabytes_per_second = bandwidth.map(|read| read / 1e9);
         Ok(())
     }
 
@@ -186,7 +201,7 @@ impl<B: Timed> Bench<'_, B> {
             other => other?,
         };
         let report = workload.check(self.backend, data, self.options()).await?;
-        let has_byte = |part: &BatchPart| self.plan.query.bytes(&part.format) == QueryBytes::One;
+        let has_byte = |part: &BatchPart| self.rounds_queries && self.plan.query.bytes(&part.format) == QueryBytes::One;
         let nmse_int16 = match format.parts().iter().any(has_byte) {
             false => None,
             true => {
@@ -236,7 +251,7 @@ impl<B: Timed> Bench<'_, B> {
 }
 
 /// True if a smaller or another shape, a larger device or another backend would help.
-fn is_about_the_device(error: &kvpack::Error) -> bool {
+pub fn is_about_the_device(error: &kvpack::Error) -> bool {
     use kvpack::Error::{Format, Limit, OutOfMemory, Unsupported};
     matches!(error, Format { .. } | Limit { .. } | OutOfMemory { .. } | Unsupported { .. })
 }

@@ -3,7 +3,31 @@
 use kvpack::backend::AttendOptions;
 use kvpack::conformance::{DecodeData, Workload};
 use kvpack::{Backend, Result};
-use kvpack_report::{Spread, StepTimes};
+use kvpack_report::{Skipped, Spread, StepTimes};
+
+use super::run::is_about_the_device;
+use crate::print::note;
+
+/// The clock of the host.
+pub const WALL_CLOCK: &str = "wall clock";
+
+/// A row that the device has no room or no kernel for, which is noted; any other error ends the suite.
+///
+/// # Errors
+/// The error, where it is another.
+pub fn skipped(what: impl Into<String>, error: anyhow::Error) -> anyhow::Result<Skipped> {
+    use kvpack_weights::Error::Device;
+    let of_layer = || match error.downcast_ref() {
+        Some(Device(error)) => Some(error),
+        _ => None,
+    };
+    if !error.downcast_ref().or_else(of_layer).is_some_and(is_about_the_device) {
+        return Err(error);
+    }
+    let (what, reason) = (what.into(), format!("{error:#}"));
+    note!("skipped {what}: {reason}");
+    Ok(Skipped { what, reason })
+}
 
 /// Attempts to time a row while the device keeps its clock.
 pub const ATTEMPTS: usize = 3;
@@ -160,4 +184,24 @@ pub fn random_rows(elements: usize, head_dim: usize, seed: u64) -> Vec<half::f16
         half::f16::from_f32(if at % head_dim == 17 { 3.0 + bell } else { bell })
     };
     (0..elements).map(element).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+    use crate::outcome::Wrong;
+
+    #[test]
+    fn only_what_is_about_the_device_is_skipped() {
+        let shape = kvpack::AttentionShape::new(2, 1, 80).unwrap();
+        let does_not_fit = kvpack::SegmentFormat::turboquant(kvpack::Bits::Four, 64).check(&shape);
+        let in_context = does_not_fit.context("4-bit per token").unwrap_err();
+        let row = skipped("a row", in_context).unwrap();
+        assert!(row.what == "a row" && row.reason.starts_with("4-bit per token: "), "{row:?}");
+        assert!(skipped("a row", Wrong("append stored nothing".into()).into()).unwrap_err().is::<Wrong>());
+        let lost = kvpack::Error::DeviceLost { message: "a driver".into() };
+        assert!(skipped("a row", lost.into()).is_err());
+    }
 }

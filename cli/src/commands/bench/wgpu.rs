@@ -15,7 +15,7 @@ use kvpack::wgpu::{
 use kvpack_report::{Median, StepTimes};
 
 use super::append::{Batch, PackTimes, SEQUENCES, TimedStores};
-use super::timed::{Sizes, Timed};
+use super::timed::{Sizes, Timed, WALL_CLOCK};
 
 /// Most measurements of a row, and most steps between two looks at the clock, which takes a while of its own.
 const MOST_MEASUREMENTS: usize = 2000;
@@ -25,6 +25,14 @@ const FEWEST_MEASUREMENTS: usize = 8;
 
 /// How often the read bandwidth is measured; like steps, several reads between two looks at the clock.
 const READ_REPEATS: Repeats = Repeats { warm_up: 5, timed: 8, together: 8 };
+
+/// The clock, as reports name it.
+pub const fn timer(clock: Clock) -> &'static str {
+    match clock {
+        Clock::Gpu => "GPU timestamps",
+        Clock::Wall => WALL_CLOCK,
+    }
+}
 
 impl Timed for Wgpu {
     // A GPU that is let alone keeps its clock; one that idles between submissions lowers it by tens of percent.
@@ -63,12 +71,8 @@ impl Timed for Wgpu {
         let together = (steps / FEWEST_MEASUREMENTS).clamp(1, STEPS_TOGETHER);
         let timed = steps.div_ceil(together).clamp(once_around.div_ceil(together).max(3), MOST_MEASUREMENTS);
         let timing = measure::time(self, &work, Repeats { warm_up: 2, timed, together }).await?;
-        let timer = match timing.clock {
-            Clock::Gpu => "GPU timestamps",
-            Clock::Wall => "wall clock",
-        };
         let samples = timing.sorted.iter().map(Duration::as_secs_f64).collect();
-        Ok(StepTimes::new(timer, bound.swap_remove(0).labels, samples))
+        Ok(StepTimes::new(timer(timing.clock), bound.swap_remove(0).labels, samples))
     }
 
     async fn read_bandwidth(&self) -> Result<f64> {

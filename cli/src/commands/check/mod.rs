@@ -157,7 +157,8 @@ fn check_to_json<B: Backend + Sync, L: layers::Backend + Sync>(
         rows.push(row.reported());
         Ok(())
     });
-    let report = ConformanceReport { backend: on.caches.name(), run: Some(run), rows };
+    let (backend, planned) = (on.caches.name(), Some(checks.len()));
+    let report = ConformanceReport { backend, run: Some(run), planned, rows };
     // What was checked is printed, whatever came after it.
     print::json(&report)?;
     done?;
@@ -182,7 +183,9 @@ fn print_checks<B: Backend + Sync, L: layers::Backend + Sync>(
         } += 1;
         table.row(&row)
     });
-    let further = if unsupported > 0 { format!(", {unsupported} unsupported") } else { String::new() };
+    let further = |count: usize, what: &str| if count > 0 { format!(", {count} {what}") } else { String::new() };
+    let not_run = checks.len() - passed - failed - unsupported;
+    let further = further(unsupported, "unsupported") + &further(not_run, "did not run");
     say!("\n{passed} passed, {failed} failed{further}")?;
     done?;
     Ok(if failed == 0 { Outcome::Passed } else { Outcome::Failed })

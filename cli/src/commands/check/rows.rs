@@ -21,11 +21,14 @@ pub struct Row {
 
 /// Runs all checks, `jobs` at once, and hands their rows on in order, each as soon as those before it are there. An
 /// error of a check is its failure, but nothing more runs on a lost device.
+///
+/// # Errors
+/// When a check loses the device, whose row is the last; errors of `each`.
 pub fn run_all<B: Backend + Sync, L: layers::Backend + Sync>(
     on: &Backends<'_, B, L>,
     checks: &[Check],
     jobs: usize,
-    mut each: impl FnMut(Row) -> Result<()>,
+    each: impl FnMut(Row) -> Result<()>,
 ) -> Result<()> {
     let progress = ProgressBar::new(checks.len() as u64).with_style(print::bar());
     let next = AtomicUsize::new(0);
@@ -42,26 +45,36 @@ pub fn run_all<B: Backend + Sync, L: layers::Backend + Sync>(
                 }
             });
         }
-        let mut early = BTreeMap::new();
-        let mut handed_on = 0;
-        for (index, row) in ended {
-            if let Err(lost @ kvpack::Error::DeviceLost { .. }) = &row.outcome {
-                next.store(checks.len(), Ordering::Relaxed);
-                bail!("in check {}: {lost}", row.check.name());
-            }
-            progress.set_message(row.check.name().to_string());
-            progress.inc(1);
-            early.insert(index, row);
-            while let Some(row) = early.remove(&handed_on) {
-                handed_on += 1;
-                // No further check begins when nobody takes its row.
-                progress.suspend(|| each(row)).inspect_err(|_| next.store(checks.len(), Ordering::Relaxed))?;
-            }
-        }
-        Ok(())
+        // No further check begins on a lost device, nor when nobody takes its row.
+        hand_on(ended, &progress, each).inspect_err(|_| next.store(checks.len(), Ordering::Relaxed))
     });
     progress.finish_and_clear();
     done
+}
+
+/// Hands the rows on in order, each as soon as those before it are there. When the device is lost, the row of that
+/// check follows those of all others that have ended.
+fn hand_on(
+    ended: impl IntoIterator<Item = (usize, Row)>,
+    progress: &ProgressBar,
+    mut each: impl FnMut(Row) -> Result<()>,
+) -> Result<()> {
+    let (mut early, mut handed_on) = (BTreeMap::new(), 0);
+    for (index, row) in ended {
+        if let Err(lost @ kvpack::Error::DeviceLost { .. }) = &row.outcome {
+            let lost = format!("in check {}: {lost}", row.check.name());
+            early.into_values().chain([row]).try_for_each(|row| progress.suspend(|| each(row)))?;
+            bail!(lost);
+        }
+        progress.set_message(row.check.name().to_string());
+        progress.inc(1);
+        early.insert(index, row);
+        while let Some(row) = early.remove(&handed_on) {
+            handed_on += 1;
+            progress.suspend(|| each(row))?;
+        }
+    }
+    Ok(())
 }
 
 /// The next check that nobody has taken yet.
@@ -155,5 +168,32 @@ impl RowTable {
             say!("{verdict} {}: {}", row.check.name(), row.reason())?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::check::either;
+
+    #[test]
+    fn the_check_that_lost_the_device_is_the_last_row_and_failed() {
+        let checks = either::all();
+        let row = |at: usize| {
+            let lost = kvpack::Error::DeviceLost { message: "a driver".into() };
+            let passed = Found { kernel: None, accuracy: None, reason: String::new() };
+            (at, Row { check: checks[at].clone(), outcome: if at == 2 { Err(lost) } else { Ok(passed) } })
+        };
+        let mut rows = Vec::new();
+        let take = |row: Row| {
+            rows.push(row.reported());
+            Ok(())
+        };
+        // Check 1 had not ended when check 2 lost the device.
+        let error = hand_on([3, 0, 2, 4].map(row), &ProgressBar::hidden(), take).unwrap_err();
+        assert!(error.to_string().contains(checks[2].name()), "{error}");
+        let found: Vec<(&str, CheckOutcome)> = rows.iter().map(|row| (row.check.as_str(), row.outcome)).collect();
+        let passed = |at: usize| (checks[at].name(), CheckOutcome::Passed);
+        assert_eq!(found, [passed(0), passed(3), (checks[2].name(), CheckOutcome::Failed)]);
     }
 }

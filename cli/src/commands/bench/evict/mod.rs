@@ -19,12 +19,12 @@ use kvpack::policy::{
     ColumnRequest, DEFAULT_THRESHOLD, HeadAggregation, Merging, Policy, RowStatsSource, Spans, StatsRequest,
 };
 use kvpack::{AttentionShape, Bits, SegmentFormat};
-use kvpack_report::{Median, Run, Spread};
+use kvpack_report::{Median, Run, Skipped, Spread, StepTimes};
 use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::output::Style;
-use super::timed::{Guard, SPREAD, Timed, figure_or_dash};
+use super::timed::{Guard, SPREAD, Timed, WALL_CLOCK, figure_or_dash, skipped};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
@@ -56,6 +56,7 @@ struct EvictReport {
     kv_heads: usize,
     head_dim: usize,
     rows: Vec<EvictRow>,
+    skipped: Vec<Skipped>,
 }
 
 /// One piece of the work, for one layer.
@@ -69,8 +70,8 @@ struct EvictRow {
     /// Its kernels, by the clock of the device.
     kernels_us: Option<f64>,
     kernels_spread: Option<Spread>,
-    /// The call, by the wall clock, with what the host does for it; nothing of decode steps, which the
-    /// suite `step` has.
+    /// The call, by the wall clock, with what the host does for it. Decode steps have it where the device has no clock
+    /// of its own; the suite `step` has them as an engine runs them.
     call_us: Option<f64>,
     call_spread: Option<Spread>,
     /// How much of the guard's best rate was missing before or after, in percent.
@@ -109,6 +110,11 @@ impl EvictRow {
     fn with_call(self, call: Median) -> Self {
         Self { call_us: Some(call.us()), call_spread: Some(call.spread), ..self }
     }
+
+    /// The steps are kernels by the clock of the device, or calls by the wall clock.
+    fn with_steps(self, times: &StepTimes) -> Self {
+        if times.timer == WALL_CLOCK { self.with_call(times.median()) } else { self.with_kernels(Some(times.median())) }
+    }
 }
 
 impl<'a, B: Timed> Watched<'a, B> {
@@ -136,14 +142,19 @@ pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, style: Style)
     let shape = AttentionShape::new(32, 8, 128)?;
     // A software device gets what it can do in a while.
     let lengths: &[usize] = if backend.sizes().is_gpu() { &[32_768, 131_072] } else { &[256] };
-    let run = provenance::run(driver, backend.guard_tolerance());
+    let run = provenance::run(driver, None);
     let progress = ProgressBar::new(lengths.len() as u64).with_style(print::bar());
     let mut watched = pollster::block_on(Watched::new(backend))?;
-    for &tokens in lengths {
+    let mut skips = Vec::new();
+    let done = lengths.iter().try_for_each(|&tokens| {
+        let what = format!("the other rows of {tokens} tokens");
         progress.set_message(format!("{tokens} tokens"));
-        pollster::block_on(time_rows(&mut watched, shape, tokens))?;
+        if let Err(error) = pollster::block_on(time_rows(&mut watched, shape, tokens)) {
+            skips.push(progress.suspend(|| skipped(what, error))?);
+        }
         progress.inc(1);
-    }
+        Ok(())
+    });
     progress.finish_and_clear();
     let report = EvictReport {
         backend: backend.name(),
@@ -152,8 +163,15 @@ pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, style: Style)
         kv_heads: shape.kv_heads(),
         head_dim: shape.head_dim(),
         rows: watched.rows,
+        skipped: skips,
     };
-    if style == Style::Json { print::json(&report) } else { print_report(&report) }
+    // What was measured is printed, whatever came after it.
+    if style == Style::Json {
+        print::json(&report)?;
+    } else {
+        print_report(&report)?;
+    }
+    done
 }
 
 async fn time_rows<B: TimedSelection + Clone>(
@@ -305,7 +323,7 @@ async fn decode_row<B: Timed>(
     ensure!(checked.passed(), Wrong(format!("{format}: {}", checked.reason())));
     let times = backend.time_steps(&workload, &data, AttendOptions::default(), SECONDS).await?;
     let what = format!("decode step, {format}");
-    Ok(EvictRow::of(tokens, what).with_kernels(Some(times.median())))
+    Ok(EvictRow::of(tokens, what).with_steps(&times))
 }
 
 fn print_report(report: &EvictReport) -> Result<()> {

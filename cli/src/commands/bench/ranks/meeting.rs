@@ -2,14 +2,21 @@
 
 use std::io::{BufRead, BufReader, Write, stdin, stdout};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+
+use crate::outcome::{WRONG, Wrong};
 
 /// Begins the last line of a rank, which holds what it found.
 const FOUND: &str = "found ";
 
 /// Separates the lines of the ranks, which have none of their own.
 const BETWEEN: char = '\t';
+
+/// How long a process that has closed its output may take to end.
+const GONE: Duration = Duration::from_secs(5);
 
 /// The end of a rank.
 pub struct Meeting {
@@ -75,7 +82,7 @@ impl Drop for Rank {
 /// all have ended. What each found, in their order.
 ///
 /// # Errors
-/// When a process cannot be started, or one ends early.
+/// When a process cannot be started, or one ends early; [`Wrong`] when one ends early because outputs are wrong.
 pub fn run(ranks: usize, command: impl Fn(usize) -> Command) -> Result<Vec<String>> {
     let start = |rank: usize| {
         let mut process = command(rank)
@@ -92,7 +99,7 @@ pub fn run(ranks: usize, command: impl Fn(usize) -> Command) -> Result<Vec<Strin
         for (rank, of) in all.iter_mut().enumerate() {
             let mut line = String::new();
             if of.from.read_line(&mut line)? == 0 {
-                bail!("the process of rank {rank} ended early; its reason is above");
+                return Err(ended_early(rank, &mut all));
             }
             lines.push(line.trim_end_matches('\n').to_owned());
         }
@@ -104,6 +111,22 @@ pub fn run(ranks: usize, command: impl Fn(usize) -> Command) -> Result<Vec<Strin
             writeln!(of.to, "{line}")?;
             of.to.flush()?;
         }
+    }
+}
+
+/// Why the process of `rank` ended early. A rank whose outputs are wrong takes the others along, so all are asked.
+fn ended_early(rank: usize, all: &mut [Rank]) -> anyhow::Error {
+    // It has closed its end of the pipe, and is about to be gone.
+    let runs = |of: &mut Rank| matches!(of.process.try_wait(), Ok(None));
+    let deadline = Instant::now() + GONE;
+    while Instant::now() < deadline && all.get_mut(rank).is_some_and(runs) {
+        sleep(Duration::from_millis(5));
+    }
+    let code = |of: &mut Rank| of.process.try_wait().ok().flatten().and_then(|status| status.code());
+    let is_wrong = |of: &mut Rank| code(of) == Some(WRONG.into());
+    match all.iter_mut().position(is_wrong) {
+        Some(rank) => Wrong(format!("the outputs of rank {rank}; its reason is above")).into(),
+        None => anyhow!("the process of rank {rank} ended early; its reason is above"),
     }
 }
 
@@ -126,6 +149,15 @@ mod tests {
     #[test]
     fn a_rank_that_ends_early_ends_all() {
         let error = run(2, |rank| shell(if rank == 1 { "exit 3" } else { "echo hello; sleep 60" })).unwrap_err();
-        assert!(error.to_string().contains("rank 1 ended early"), "{error}");
+        assert!(error.to_string().contains("rank 1 ended early") && !error.is::<Wrong>(), "{error}");
+    }
+
+    #[test]
+    fn a_rank_with_wrong_outputs_is_no_wrong_usage() {
+        let error = run(2, |rank| shell(if rank == 1 { "exit 1" } else { "echo hello; sleep 60" })).unwrap_err();
+        assert!(error.is::<Wrong>() && error.to_string().contains("rank 1"), "{error}");
+        // The other one notices it first.
+        let error = run(2, |rank| shell(if rank == 1 { "exit 1" } else { "sleep 0.5; exit 2" })).unwrap_err();
+        assert!(error.is::<Wrong>(), "{error}");
     }
 }

@@ -125,17 +125,17 @@ fn print_tables(RanksReport { found, .. }: &RanksReport) -> Result<()> {
     for row in &found.rows {
         let RanksRow { tokens, format, ranks, transport, us, spread, attend_us, attend_spread, .. } = row;
         let (step, attend) = (figure(*us, *spread, 1), figure(*attend_us, *attend_spread, 1));
-        let percent = row.efficiency * 100.0;
-        let (nmse, predicted) = (row.nmse, row.predicted_us);
-        say!(
-            "{tokens:>8} {format:<13} {ranks:>5} {transport:>9} {step:>22} {attend:>22} {predicted:>9.1} {percent:>8.1} % {nmse:>7.0e}"
-        )?;
+        let efficiency = row.efficiency.map_or("-".into(), |share| format!("{:.1} %", share * 100.0));
+        let (nmse, predicted) = (row.nmse.map_or("-".into(), |nmse| format!("{nmse:.0e}")), row.predicted_us);
+        let line = format!("{tokens:>8} {format:<13} {ranks:>5} {transport:>9} {step:>22} {attend:>22}");
+        say!("{line} {predicted:>9.1} {efficiency:>10} {nmse:>7}")?;
     }
     say!(
         "\n{}, a process for each GPU. A step: attention of one query, exchange and merge, in a CUDA graph.",
         found.backend
     )?;
     say!("Efficiency: the time on one GPU over that on all of them, times their number. NMSE: against one GPU.")?;
+    say!("-: one GPU does not hold the sequence.")?;
     Ok(())
 }
 

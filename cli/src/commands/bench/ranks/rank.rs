@@ -15,7 +15,7 @@ use kvpack::cuda::{Cuda, Tensor};
 use kvpack::plan::{ElementType, Elements};
 use kvpack::ranks::{StateExchange, Transport};
 use kvpack::{AttentionShape, Error, SegmentFormat};
-use kvpack_report::{ExchangeRow, Median, RanksFound, RanksRow};
+use kvpack_report::{ExchangeRow, Median, RanksFound, RanksRow, Skipped};
 
 use super::meeting::Meeting;
 use super::share::{Contents, Sequence, Share};
@@ -226,7 +226,9 @@ impl Process {
         };
         if self.meeting.meet(said)?.iter().any(|other| other == "short") {
             if rank == 0 {
-                note!("skipped {} tokens, {name}, on {ranks}: they do not fit", sequence.tokens);
+                let what = format!("{} tokens, {name}, on {ranks}", sequence.tokens);
+                note!("skipped {what}: they do not fit");
+                found.skipped.push(Skipped { what, reason: "they do not fit".into() });
             }
             return Ok(());
         }
@@ -237,9 +239,9 @@ impl Process {
         };
         let Some((links, share)) = link.and_then(|link| link.as_mut()).zip(share.as_ref()) else {
             if let (1, Some(share), Some(attend)) = (ranks, &share, attend) {
-                let row = self.row((sequence, name), share, (1, "none"), (attend, attend), attend.seconds);
+                let row = self.row((sequence, name), share, (1, "none"), (attend, attend), Some(attend.seconds));
                 *one = Some((self.outputs(&share.states.outputs).await?, attend.seconds));
-                found.rows.push(RanksRow { nmse: 0.0, ..row });
+                found.rows.push(RanksRow { nmse: Some(0.0), ..row });
             }
             if ranks > 1 {
                 for _ in ["peer", "nccl"] {
@@ -259,8 +261,9 @@ impl Process {
                     None
                 }
             };
-            if let (Some((nmse, Some(time))), Some(attend), Some((_, alone))) = (checked, attend, one.as_ref()) {
-                let row = self.row((sequence, name), share, (ranks, transport), (time, attend), *alone);
+            if let (Some((nmse, Some(time))), Some(attend)) = (checked, attend) {
+                let alone = one.as_ref().map(|(_, alone)| *alone);
+                let row = self.row((sequence, name), share, (ranks, transport), (time, attend), alone);
                 let exchanged = found.exchange_us(ranks, transport).unwrap_or(f64::NAN);
                 found.rows.push(RanksRow { nmse, predicted_us: attend.us() + exchanged, ..row });
             }
@@ -274,7 +277,7 @@ impl Process {
         share: &Share,
         (ranks, transport): (usize, &str),
         (time, attend): (Median, Median),
-        alone: f64,
+        alone: Option<f64>,
     ) -> RanksRow {
         RanksRow {
             tokens: sequence.tokens,
@@ -288,18 +291,19 @@ impl Process {
             predicted_us: attend.us(),
             bytes: share.bytes(),
             copies: share.steps.len(),
-            efficiency: alone / (ranks as f64 * time.seconds),
-            nmse: 0.0,
+            efficiency: alone.map(|alone| alone / (ranks as f64 * time.seconds)),
+            nmse: None,
         }
     }
 
-    /// Compares the merged output with that of one GPU, on all ranks bit by bit, then times.
+    /// Compares the merged output with that of one GPU where that holds the sequence, on all ranks bit by bit, then
+    /// times.
     async fn check_and_time<T: Transport<Backend = Cuda>>(
         &self,
         transport: &mut T,
         share: &Share,
         one: &Option<(Vec<f64>, f64)>,
-    ) -> Result<(f64, Option<Median>)> {
+    ) -> Result<(Option<f64>, Option<Median>)> {
         let mut gathered = transport.room_for_states(&self.shape, 1).await?;
         let (shape, states, mut output) = (self.shape, &share.states, self.output.clone());
         let mut step = |transport: &mut T, copy: usize| {
@@ -317,14 +321,15 @@ impl Process {
             all[..transport.ranks()].iter().all(|other| *other == said),
             Wrong(format!("the ranks merged the same states to different bits: {all:?}"))
         );
-        let mut error = 0.0;
+        let mut error = None;
         if let Some((alone, _)) = one {
             let got: Vec<f32> = merged.iter().map(|&x| x as f32).collect();
-            error = nmse(&got, alone);
+            let nmse = nmse(&got, alone);
             ensure!(
-                error <= MOST_NMSE,
-                Wrong(format!("NMSE {error:.1e} against one GPU on {} ranks", transport.ranks()))
+                nmse <= MOST_NMSE,
+                Wrong(format!("NMSE {nmse:.1e} against one GPU on {} ranks", transport.ranks()))
             );
+            error = Some(nmse);
         }
         let time = self.time(transport, share.steps.len(), step)?;
         Ok((error, time))

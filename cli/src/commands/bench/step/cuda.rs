@@ -54,18 +54,29 @@ fn capture(backend: &Cuda, step: &WrittenStep<'_>, layers: usize) -> Result<Opti
     graph
 }
 
+/// Replays the graph of a step, captured again where its launches are bound again.
+fn replay(
+    backend: &Cuda,
+    step: &WrittenStep<'_>,
+    layers: usize,
+    captured: &mut Option<(CudaGraph, LaunchMemory)>,
+) -> Result<()> {
+    if step.bound_anew() || captured.is_none() {
+        *captured = capture(backend, step, layers)?.map(|graph| (graph, step.memory()));
+    }
+    if let Some((graph, _)) = captured {
+        graph.launch().map_err(failed)?;
+        step.replayed();
+    }
+    Ok(())
+}
+
 impl ModelEngine<Cuda> for Engine {
     fn step(&mut self, cache: &mut ModelCache<Cuda>, runs: &[TokenRun]) -> Result<bool> {
         cache.begin_append(runs)?;
         let step = self.steps.write(&cache.open_steps()?)?;
+        replay(&self.backend, &step, self.layers, &mut self.graph)?;
         let anew = step.bound_anew();
-        if anew || self.graph.is_none() {
-            self.graph = capture(&self.backend, &step, self.layers)?.map(|graph| (graph, step.memory()));
-        }
-        if let Some((graph, _)) = &self.graph {
-            graph.launch().map_err(failed)?;
-            step.replayed();
-        }
         cache.commit()?;
         Ok(anew)
     }
@@ -82,7 +93,7 @@ impl ModelEngine<Cuda> for Engine {
             let of_all = |time: &Duration| time.as_secs_f64() * self.layers as f64;
             Ok::<_, Error>(Median::of(timing.sorted.iter().map(of_all).collect()))
         };
-        (0..self.layers).try_for_each(|layer| step.launch(layer))?;
+        replay(&self.backend, &step, self.layers, &mut self.graph)?;
         let output = self.backend.download(&self.tensors.output).await?;
         let kernels = [time(&|layer| step.launch_store(layer))?, time(&|layer| step.launch_attend(layer))?];
         Ok(Measured { output, kernels: Some(kernels) })

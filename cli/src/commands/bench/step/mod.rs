@@ -13,14 +13,14 @@ use indicatif::ProgressBar;
 use kvpack::cache::{ModelCache, ModelRecipe, PromptSpan, StoreId, StoreRoom, TokenRun};
 use kvpack::cpu::nmse;
 use kvpack::plan::{ElementType, Elements, RowLayout, TokenRange};
-use kvpack::{AttentionShape, Backend, Error, TILE_TOKENS};
-use kvpack_report::{Median, Run, Spread};
+use kvpack::{AttentionShape, Backend, TILE_TOKENS};
+use kvpack_report::{Median, Run, Skipped, Spread};
 use serde::Serialize;
 
 use super::output::Style;
-use super::timed::{SPREAD, Timed, figure, figure_or_dash, random_rows};
+use super::timed::{SPREAD, Timed, figure, figure_or_dash, random_rows, skipped};
 use crate::outcome::Wrong;
-use crate::print::{self, note, say};
+use crate::print::{self, say};
 use crate::provenance;
 
 /// Recipes that are timed; f16 first, so that the others can be compared with it.
@@ -90,8 +90,8 @@ pub trait ModelEngine<B: Backend> {
     /// Whatever the backend reports.
     async fn wait(&self) -> kvpack::Result<()>;
 
-    /// Opens a step, and leaves it open: the output of its last layer, and what its kernels take, where
-    /// that can be told.
+    /// Opens a step, runs it as [`ModelEngine::step`] does, and leaves it open: the output of its last layer, and what
+    /// its kernels take, where the device has a clock for them.
     ///
     /// # Errors
     /// Whatever the backend reports.
@@ -119,6 +119,7 @@ struct StepReport {
     kv_heads: usize,
     head_dim: usize,
     rows: Vec<StepRow>,
+    skipped: Vec<Skipped>,
 }
 
 /// One model and recipe. All times are microseconds for one layer.
@@ -153,7 +154,6 @@ struct StepRow {
 /// # Errors
 /// When the backend fails; [`Wrong`] when a step differs from the calls of the cache.
 pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, style: Style) -> Result<()> {
-    let run = provenance::run(driver, backend.guard_tolerance());
     let shape = AttentionShape::new(32, 8, 128)?;
     let subject = |(layers, sequences, tokens)| Subject { layers, sequences, tokens };
     // A software device gets what it can do in a while.
@@ -163,34 +163,15 @@ pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, style: Style) -> 
     };
     let mut report = StepReport {
         backend: backend.name(),
-        run,
+        run: provenance::run(driver, None),
         query_heads: shape.query_heads(),
         kv_heads: shape.kv_heads(),
         head_dim: shape.head_dim(),
         rows: Vec::new(),
+        skipped: Vec::new(),
     };
-    let progress = ProgressBar::new((subjects.len() * RECIPES.len()) as u64).with_style(print::bar());
-    for subject in subjects {
-        for recipe in RECIPES {
-            progress.set_message(format!("{} × {}, {recipe}", subject.sequences, subject.tokens));
-            match pollster::block_on(row(backend, shape, subject, recipe)) {
-                Ok(row) => {
-                    if style != Style::Json {
-                        progress.suspend(|| print_row(&row, report.rows.is_empty()))?;
-                    }
-                    report.rows.push(row);
-                }
-                Err(error) => match error.downcast_ref::<Error>() {
-                    Some(Error::OutOfMemory { .. }) => {
-                        note!("skipped {} × {}, {recipe}: {error}", subject.sequences, subject.tokens);
-                    }
-                    _ => return Err(error),
-                },
-            }
-            progress.inc(1);
-        }
-    }
-    progress.finish_and_clear();
+    let done = time_rows(backend, (shape, &subjects), style, &mut report);
+    // What was measured is printed, whatever came after it.
     if style == Style::Json {
         print::json(&report)?;
     } else {
@@ -198,6 +179,34 @@ pub fn run<B: TimedModel + Timed>(backend: &B, driver: String, style: Style) -> 
         say!("attend, store: their kernels by the clock of the device. host: until the engine may go on.")?;
         say!("{SPREAD}")?;
     }
+    done
+}
+
+/// Times all rows, and prints them as they end unless they are printed as JSON.
+fn time_rows<B: TimedModel>(
+    backend: &B,
+    (shape, subjects): (AttentionShape, &[Subject]),
+    style: Style,
+    report: &mut StepReport,
+) -> Result<()> {
+    let progress = ProgressBar::new((subjects.len() * RECIPES.len()) as u64).with_style(print::bar());
+    for &subject in subjects {
+        for recipe in RECIPES {
+            let what = format!("{} × {}, {recipe}", subject.sequences, subject.tokens);
+            progress.set_message(what.clone());
+            match pollster::block_on(row(backend, shape, subject, recipe)) {
+                Ok(row) => {
+                    if style != Style::Json {
+                        progress.suspend(|| print_row(&row, report.rows.is_empty()))?;
+                    }
+                    report.rows.push(row);
+                }
+                Err(error) => report.skipped.push(progress.suspend(|| skipped(what, error))?),
+            }
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
     Ok(())
 }
 
@@ -244,7 +253,7 @@ async fn row<B: TimedModel>(backend: &B, shape: AttentionShape, subject: Subject
     let called: Vec<f64> = backend.download(&called).await?.into_iter().map(f64::from).collect();
     cache.commit()?;
     let nmse = nmse(&measured.output, &called);
-    let wrong = || Wrong(format!("{text}: NMSE {nmse:.1e} of an encoded step against the calls of the cache"));
+    let wrong = || Wrong(format!("{text}: NMSE {nmse:.1e} of a step against the calls of the cache"));
     ensure!(nmse <= MOST_NMSE, wrong());
 
     let of_layer = |median: Median| median.part(layers, 0.0);
