@@ -120,7 +120,10 @@ impl PrefixCache {
         let Some(tile) = self.longest(tokens, tokens.len().saturating_sub(1)) else { return Ok(0) };
         let length = tile.tiles * TILE_TOKENS;
         cache.fork(self.sequences.start + tile.place, sequence)?;
-        cache.truncate(sequence, length)?;
+        if let Err(error) = cache.truncate(sequence, length) {
+            cache.clear(sequence)?;
+            return Err(error);
+        }
         self.touch(tile.place);
         Ok(length)
     }

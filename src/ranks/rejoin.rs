@@ -30,6 +30,9 @@ where
     /// lost. A rank that comes with an empty cache, since its process is new, empties the sequences of all. Waits for
     /// the others.
     ///
+    /// Sequences that hold prefixes are among them. [Clear](crate::cache::PrefixCache::clear) a
+    /// [`PrefixCache`](crate::cache::PrefixCache) that has one of these in [`Rejoined`].
+    ///
     /// # Errors
     /// [`Error::Plan`] when the transport is one of another rank or between other ranks, [`Error::Transport`].
     pub async fn rejoin(&mut self, transport: T) -> Result<Rejoined> {

@@ -18,6 +18,9 @@ use crate::shape::{Bits, GroupSize};
 /// The file with the tensors.
 const TENSORS: &str = "model.safetensors";
 
+/// The configuration that GPTQ has next to that of the model.
+const GPTQ_CONFIG: &str = "quantize_config.json";
+
 /// The formats that are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WrittenFormat {
@@ -138,14 +141,15 @@ impl NewCheckpoint {
     /// and, for GPTQ, `quantize_config.json` into a folder that exists. Files of these names are overwritten.
     ///
     /// The folder must hold no `model.safetensors.index.json` and no other `*.safetensors`: readers would take the
-    /// tensors of those files with this configuration.
+    /// tensors of those files with this configuration. AWQ needs one without `quantize_config.json`, which readers may
+    /// take for the configuration.
     ///
     /// # Errors
     /// [`Error::Config`] without a quantised layer, for a `model` that is no object and for a folder with such files:
     /// then nothing is written. [`Error::Io`].
     pub fn write(&self, folder: &Path, model: &Value) -> Result<()> {
         let configuration = self.configuration()?;
-        check_folder(folder)?;
+        check_folder(folder, self.format)?;
         let mut model = match model {
             Value::Null => json!({}),
             Value::Object(_) => model.clone(),
@@ -161,7 +165,7 @@ impl NewCheckpoint {
             .map_err(|reason| Error::Io { path: file.clone(), reason: std::io::Error::other(reason) })?;
         write_json(&folder.join("config.json"), &model)?;
         match self.format {
-            WrittenFormat::GptqV2 => write_json(&folder.join("quantize_config.json"), &configuration),
+            WrittenFormat::GptqV2 => write_json(&folder.join(GPTQ_CONFIG), &configuration),
             WrittenFormat::AwqGemm => Ok(()),
         }
     }
@@ -236,13 +240,15 @@ fn not_a_half(name: &str, values: &[f32], index: usize) -> Error {
 }
 
 /// Refuses a folder with files that readers would take in place of what is written, or with it.
-fn check_folder(folder: &Path) -> Result<()> {
+fn check_folder(folder: &Path, format: WrittenFormat) -> Result<()> {
     let mut others = files::in_folder(folder)?;
     others.retain(|name| name != TENSORS);
     others.sort();
-    if folder.join(files::INDEX).exists() {
-        others.insert(0, files::INDEX.into());
-    }
+    let unwritten = match format {
+        WrittenFormat::GptqV2 => vec![files::INDEX],
+        WrittenFormat::AwqGemm => vec![files::INDEX, GPTQ_CONFIG],
+    };
+    others.extend(unwritten.into_iter().filter(|name| folder.join(name).exists()).map(str::to_owned));
     let Some(other) = others.first() else { return Ok(()) };
     let reason = format!(
         "it holds {other} of another checkpoint, and readers would mix the two; name another folder, or remove the \

@@ -297,6 +297,10 @@ fn a_folder_takes_one_checkpoint() {
     fs::write(folder.path().join("model.safetensors"), "older").unwrap();
     new.write(folder.path(), &Value::Null).unwrap();
     assert_eq!(Checkpoint::open(folder.path()).unwrap().layer("l").unwrap(), linear);
+    let mut awq = NewCheckpoint::new(WrittenFormat::AwqGemm, GroupSize::Inputs(32));
+    awq.add_layer("l", &linear).unwrap();
+    let refused = awq.write(folder.path(), &Value::Null).unwrap_err().to_string();
+    assert!(refused.contains("quantize_config.json"), "{refused}");
 }
 
 /// A `g_idx` of zeros is none without act-order, and a mistake with it.
