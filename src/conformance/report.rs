@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::support::rounds_queries;
+use super::support::{multiplies_floats, rounds_queries};
 use crate::Result;
 use crate::backend::{Attention, QueryBytes, QueryPrecision};
 use crate::format::SegmentFormat;
@@ -34,7 +34,8 @@ pub struct Limits {
 
 impl Limits {
     /// The limits of a step over segments of these formats: those of the least precise. A backend that never rounds
-    /// queries has the limits of 16 bits, whatever precision is asked for.
+    /// queries has the limits of 16 bits, whatever precision is asked for, and ten times those where it multiplies
+    /// halves and bytes of formats whose queries others round to 8 bits: weights and codes are rounded there.
     ///
     /// # Errors
     /// As [`rounds_queries`].
@@ -43,11 +44,18 @@ impl Limits {
         query: QueryPrecision,
         formats: impl IntoIterator<Item = &'a SegmentFormat>,
     ) -> Result<Self> {
-        let bytes = match rounds_queries(backend)? {
-            true => formats.into_iter().map(|format| query.bytes(format)).min(),
-            false => None,
-        };
-        Ok(Self::new(bytes.unwrap_or(QueryBytes::Two)))
+        let bytes = formats.into_iter().map(|format| query.bytes(format)).min().unwrap_or(QueryBytes::Two);
+        let of_two = Self::new(QueryBytes::Two);
+        Ok(match (rounds_queries(backend)?, bytes) {
+            (true, bytes) => Self::new(bytes),
+            (false, QueryBytes::One) if !multiplies_floats(backend)? => of_two.times(10.0),
+            (false, _) => of_two,
+        })
+    }
+
+    const fn times(self, factor: f64) -> Self {
+        let Self { nmse, worst_head, informative } = self;
+        Self { nmse: factor * nmse, worst_head: factor * worst_head, informative: factor * informative }
     }
 
     /// The same for a step with sinks. Without them an error that all large scores of a head share changes nothing. A

@@ -46,9 +46,18 @@ pub fn support<B: Backend>(backend: &B, shape: &AttentionShape) -> Result<Vec<Su
 /// # Errors
 /// Errors of the backend.
 pub fn rounds_queries<B: Attention>(backend: &B) -> Result<bool> {
-    // Every device multiplies the codes of this format as integers if it multiplies any so.
+    Ok(arithmetic_of_codes(backend)? == Arithmetic::Integers)
+}
+
+/// Whether a backend multiplies codes as floats of 32 bits.
+pub(super) fn multiplies_floats<B: Attention>(backend: &B) -> Result<bool> {
+    Ok(arithmetic_of_codes(backend)? == Arithmetic::Floats)
+}
+
+/// Every device multiplies the keys of this format as integers if it multiplies any so.
+fn arithmetic_of_codes<B: Attention>(backend: &B) -> Result<Arithmetic> {
     let (shape, format) = (AttentionShape::new(1, 1, 64)?, SegmentFormat::per_channel(Bits::Four));
-    Ok(backend.arithmetic(&shape, &format, QueryPrecision::Int8)?.keys == Arithmetic::Integers)
+    Ok(backend.arithmetic(&shape, &format, QueryPrecision::Int8)?.keys)
 }
 
 fn row<B: Attention>(backend: &B, shape: &AttentionShape, format: SegmentFormat) -> Result<Support> {
