@@ -119,7 +119,7 @@ impl Server {
         let tensors = |_| LayerTensors::zeroed(backend.device(), &shape, ROWS, ElementType::F32);
         let tensors = (0..LAYERS).map(tensors).collect::<Result<Vec<_>, _>>()?;
         let steps = ModelStep::new(&backend, RowLayout::token_major(ROWS, &shape), tensors.clone())?;
-        // Nothing is compiled while requests are served.
+        // Steps compile nothing after this. Policies do when they first run.
         steps.prepare(&cache).await?;
         steps.prepare_chunks(&cache, CHUNK).await?;
         Ok(Self {

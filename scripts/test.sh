@@ -63,6 +63,8 @@ stage() { # name, command...
             for (i = 2; i <= NF; i++) { if ($i ~ /^passed/) ok += $(i-1); if ($i ~ /^failed/) bad += $(i-1) }
         } END { print ok + 0, bad + 0 }' "$log")
     if [ "$status" != 0 ] && [ "$bad" = 0 ]; then bad=1; fi # a stage that failed without a failed test counts as one
+    # A filter that matches no test checks nothing.
+    if grep -q '^test result:' "$log" && [ "$ok" = 0 ] && [ "$bad" = 0 ]; then bad=1; fi
     if [ "$bad" != 0 ]; then result=FAILED; fi
     if grep -q '^test result:' "$log"; then result="$result, $ok passed, $bad failed"; fi
     printf '\n== %s\n%s\n%s ended: %s\n' "$name" "$(cat "$log")" "$name" "$result"

@@ -73,6 +73,12 @@ impl PlannedRun {
         seen_by(self.limits(query), span)
     }
 
+    /// Whether the first query sees the newest token of its sequence.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn sees_newest(&self) -> bool {
+        self.limits(0).to as usize == self.stand.length
+    }
+
     /// What the queries from `first` to `last`, which move evenly, see of a span together.
     #[cfg(feature = "cuda")]
     pub(crate) fn seen_between(&self, first: usize, last: usize, span: &PlannedSpan) -> Seen {

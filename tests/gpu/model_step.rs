@@ -348,6 +348,9 @@ fn parts_of_one_submission_read_their_own_tables() {
     }
 }
 
+/// Elements of an output behind the rows of a step.
+const BEHIND: usize = 12;
+
 /// An engine that submits for itself, with tensors elsewhere in every step and of as many rows as the step.
 #[test]
 fn a_layer_takes_one_submission() {
@@ -361,6 +364,10 @@ fn a_layer_takes_one_submission() {
         let mut given = Vec::new();
         for rows in &inputs {
             let of = LayerTensors::zeroed(&device, &model_steps::shape(), tokens, ElementType::F32).unwrap();
+            // More rows than the step has, which are none of its own.
+            let output = vec![7f32; of.output.elements() + BEHIND];
+            let output = block_on(engine.backend.upload(output.as_slice().into())).unwrap();
+            let of = LayerTensors { output, ..of };
             for (tensor, rows) in [&of.keys, &of.values, &of.queries].into_iter().zip(rows) {
                 let rows = &rows[..tensor.elements()];
                 engine.backend.queue().write_buffer(tensor.buffer(), tensor.offset(), bytemuck::cast_slice(rows));
@@ -384,7 +391,12 @@ fn a_layer_takes_one_submission() {
         assert!(matches!(written.submit(0, &half), Err(Error::Buffer { .. })));
         assert!(matches!(written.submit(0, &engine.tensors[0]), Err(Error::Buffer { .. })));
         engine.cache.commit().unwrap();
-        let outputs = given.iter().map(|of| block_on(engine.backend.download(&of.output)).unwrap());
+        let outputs = given.iter().map(|of| {
+            let mut output = block_on(engine.backend.download(&of.output)).unwrap();
+            let behind = output.split_off(output.len() - BEHIND);
+            assert_eq!(behind, [7.0; BEHIND], "step {step}: elements behind its rows");
+            output
+        });
         model_steps::compare(&mut engine.twin, &runs, &inputs, &outputs.collect::<Vec<_>>());
     }
 }

@@ -21,8 +21,6 @@ fn changed(name: &str, file: &str, change: impl Fn(&mut Vec<u8>)) -> std::path::
 
 #[test]
 fn all_vectors_of_the_repository_agree() {
-    let files = std::fs::read_dir(VECTORS).unwrap();
-    let count = files.filter(|f| f.as_ref().unwrap().path().extension().is_some_and(|e| e == "safetensors")).count();
     let list = Command::new(env!("CARGO_BIN_EXE_kvpack")).args(["list", "--json"]).output().unwrap();
     let list: serde_json::Value = serde_json::from_slice(&list.stdout).unwrap();
     let has_adapter = list["adapters"].as_array().is_some_and(|adapters| !adapters.is_empty());
@@ -31,7 +29,7 @@ fn all_vectors_of_the_repository_agree() {
     let output = output.output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{text}");
-    assert!(text.contains(&format!("{count} of {count} files agree, 0 are of ops")), "{text}");
+    assert!(text.contains("108 of 108 files agree, 0 are of ops"), "{text}");
     assert_eq!(text.contains("hadamard back (wgpu)"), has_adapter, "{text}");
 }
 

@@ -2,8 +2,8 @@
 
 use crate::common::kvpack;
 
-const COMMANDS: [&str; 10] =
-    ["list", "check", "bench", "eval", "demo", "compare", "generate", "capture", "golden", "shader"];
+const COMMANDS: [&str; 11] =
+    ["list", "check", "bench", "eval", "demo", "compare", "generate", "capture", "golden", "quantize", "shader"];
 
 /// The help with its lines joined, so that a phrase is found wherever a line ends.
 fn help(arguments: &[&str]) -> String {
@@ -24,6 +24,7 @@ fn long_help_is_shown() {
         ("generate", "what an f16 cache would take"),
         ("capture", "give the same bytes"),
         ("golden", "inputs and expected outputs"),
+        ("quantize", "one after the other, for the inputs that a text gives them"),
         ("shader", "A comment before each part"),
     ];
     assert_eq!(parts.map(|(command, _)| command), COMMANDS);
@@ -33,12 +34,31 @@ fn long_help_is_shown() {
     }
     let help = help(&["--help"]);
     assert!(help.contains("Exit codes") && help.contains("kvpack demo"), "{help}");
+    // Every command of the list is one of these.
+    let listed = kvpack(&["--help"]).out;
+    let listed = listed.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+    let mut listed: Vec<&str> = listed.filter_map(|line| line.split_whitespace().next()).collect();
+    listed.retain(|name| *name != "help");
+    let mut known = COMMANDS.to_vec();
+    (listed.sort_unstable(), known.sort_unstable());
+    assert_eq!(listed, known);
 }
 
 #[test]
 fn every_suite_and_kind_has_a_help_of_its_own() {
     let bench = help(&["bench", "--help"]);
-    for suite in ["decode: Nine", "append: Storing", "causal: The newest", "chunks: A context", "evict: Keeping"] {
+    for suite in [
+        "decode: Nine",
+        "append: Storing",
+        "causal: The newest",
+        "chunks: A context",
+        "evict: Keeping",
+        "linear: Products",
+        "mixed: Sequences",
+        "prefill: Prompts",
+        "ranks: One sequence",
+        "step: A whole",
+    ] {
         assert!(bench.contains(suite), "{suite}: {bench}");
     }
     assert!(help(&["check", "--help"]).contains("token-scores"));
@@ -91,7 +111,7 @@ fn drivers_say_nothing() {
     assert!(output.status.success() && !message.contains("XDG_RUNTIME_DIR"), "{message}");
 }
 
-/// Where an adapter can keep compiled kernels, the second process finds them.
+/// Where an adapter can keep compiled kernels, two processes share one file.
 #[test]
 fn compiled_kernels_are_kept() {
     let list: serde_json::Value = serde_json::from_str(&kvpack(&["list", "--json"]).out).unwrap();

@@ -16,7 +16,7 @@ use super::pack::store_step::StoreStep;
 use super::table_upload::TableUpload;
 use crate::Result;
 use crate::backend::{BoundParts, OpenStep, StepClasses, StepKind, StepKinds, StepLayers, StepTensors};
-use crate::plan::{QueryLayout, RowLayout};
+use crate::plan::{PlannedRun, QueryLayout, RowLayout};
 
 pub(super) use part::ModelLaunches;
 pub(super) use written::Part;
@@ -207,7 +207,8 @@ impl ModelStep {
             plan = plan.with_output_layout(rows);
         }
         layers.iter().try_for_each(|&layer| plan.check_rows(self.tensors.attended(layer)))?;
-        let decodes = part.table.decodes(part.plan.rows());
+        // The kernel that attends stores a token where it reads it.
+        let decodes = part.table.decodes(part.plan.rows()) && part.plan.runs().iter().all(PlannedRun::sees_newest);
         Ok(PlannedPart { plan, begins: part.table.begins(), decodes })
     }
 }

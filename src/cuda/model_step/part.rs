@@ -91,7 +91,8 @@ pub(in crate::cuda) struct PlannedPart {
     pub(super) plan: AttendStep,
     /// Whether a sequence of a centred recipe begins with it.
     pub(super) begins: bool,
-    /// Whether it decodes one token of every sequence, in the order of the queries, all into one store.
+    /// Whether it decodes one token of every sequence, in the order of the queries, all into one store, and every query
+    /// sees its own token.
     pub(super) decodes: bool,
 }
 

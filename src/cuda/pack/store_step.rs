@@ -14,8 +14,9 @@ use crate::cuda::device::page_format::PageFormat;
 use crate::cuda::device::program::Program;
 use crate::cuda::device::store::{MOST_SHARDS, Store};
 use crate::cuda::device::tensor::Tensor;
+use crate::format::AttentionShape;
 use crate::format::KeyOrValue;
-use crate::plan::{BackendStore, TableSection, WriteLayout, WriteTable};
+use crate::plan::{BackendStore, RowLayout, TableSection, WriteLayout, WriteTable};
 use crate::{Error, Result};
 
 /// The kernel that stores tokens.
@@ -68,9 +69,13 @@ pub(in crate::cuda) struct WriteCall {
 unsafe impl DeviceRepr for WriteCall {}
 
 impl WriteCall {
-    fn with_rows(self, keys: &Tensor, values: &Tensor) -> Self {
+    /// With contiguous rows of other tensors.
+    fn with_rows(self, shape: &AttentionShape, [keys, values]: [&Tensor; 2]) -> Self {
+        let rows = RowLayout::token_major(1, shape);
+        let [token_stride, head_stride] = [rows.token_stride, rows.head_stride].map(|stride| stride as u64);
         let (key_type, value_type) = (keys.type_code(), values.type_code());
-        Self { keys: keys.address(), values: values.address(), key_type, value_type, ..self }
+        let (keys, values) = (keys.address(), values.address());
+        Self { keys, values, token_stride, head_stride, key_type, value_type, ..self }
     }
 }
 
@@ -211,7 +216,7 @@ impl StoreStep {
             let beside = full_before && launches.last().is_some_and(|last| last.kernel.name == APPEND);
             launches.push(if beside { launch.beside_append() } else { launch });
         }
-        Ok(BoundStoreStep { stream: stream.clone(), launches, _memory: kept })
+        Ok(BoundStoreStep { stream: stream.clone(), shape: *layout.shape(), launches, _memory: kept })
     }
 }
 
@@ -221,6 +226,7 @@ impl StoreStep {
 #[derive(Debug)]
 pub struct BoundStoreStep {
     stream: Arc<CudaStream>,
+    shape: AttentionShape,
     launches: Vec<Launch>,
     _memory: Vec<Arc<Memory>>,
 }
@@ -235,11 +241,12 @@ impl BoundStoreStep {
         self.launches.iter().try_for_each(|launch| launch.run(&self.stream))
     }
 
-    /// [`Self::launch`] on `stream`, from tensors of the same rows as those that were bound.
+    /// [`Self::launch`] on `stream`, from tensors of contiguous rows, whatever the layout of those that were bound.
     pub(in crate::cuda) fn launch_on(&self, stream: &Arc<CudaStream>, keys: &Tensor, values: &Tensor) -> Result<()> {
         let on_tensors = |launch: &Launch| {
             // Copies and windows read no tensors.
-            let call = if launch.call.keys == 0 { launch.call } else { launch.call.with_rows(keys, values) };
+            let reads = launch.call.keys != 0;
+            let call = if reads { launch.call.with_rows(&self.shape, [keys, values]) } else { launch.call };
             launch.run_as(stream, &call)
         };
         self.launches.iter().try_for_each(on_tensors)
@@ -261,7 +268,7 @@ impl BoundStoreStep {
     ) -> Result<Option<WriteCall>> {
         let Some(append) = self.last_append() else { return Ok(None) };
         self.launches.iter().rev().skip(1).rev().try_for_each(|launch| launch.run(stream))?;
-        Ok(Some(tensors.map_or(append, |[keys, values]| append.with_rows(keys, values))))
+        Ok(Some(tensors.map_or(append, |tensors| append.with_rows(&self.shape, tensors))))
     }
 
     /// Whether it stores tokens. Kernels behind `append` are admitted once all work before the step is done.

@@ -84,16 +84,24 @@ impl WrittenStep<'_> {
         rows.check("keys", given.keys.elements(), shape)?;
         rows.check("values", given.values.elements(), shape)?;
         plan.check_rows(AttendTensors { queries: &given.queries, output: &given.output, lse: None })?;
-        let output = own.output.slice(0, given.output.elements())?;
+        // What lies between and behind the rows of the step stays as it was.
+        let is_dense = tensors.layouts()[1].is_none();
+        let elements =
+            if is_dense { shape.query_heads() * shape.head_dim() * rows.tokens } else { given.output.elements() };
+        let [output, to] = [&own.output, &given.output].map(|of| of.slice(0, elements));
+        let (output, to) = (output?, to?);
         let encode = |encoder: &mut wgpu::CommandEncoder| {
             given.keys.encode_copy(&own.keys, encoder)?;
             given.values.encode_copy(&own.values, encoder)?;
             given.queries.encode_copy(&own.queries, encoder)?;
+            if !is_dense {
+                to.encode_copy(&output, encoder)?;
+            }
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             self.encode_store(layer, &mut pass)?;
             self.encode_attend(layer, &mut pass)?;
             drop(pass);
-            output.encode_copy(&given.output, encoder)
+            output.encode_copy(&to, encoder)
         };
         guard::encode_and_submit(backend.device(), backend.queue(), "layer of a step", encode)
     }

@@ -172,6 +172,7 @@ pub fn check_against_cpu<B: Backend + Clone>(device: &B) {
         let (selection, (held_by, lengths, bytes)) = run();
         assert!(run() == (selection.clone(), (held_by.clone(), lengths.clone(), bytes)), "{name}: two runs differ");
         assert_eq!(lengths, [300, 0]);
+        let mut merged = 0;
         for layer in 0..prompt.layers() {
             let (kept, by_cpu) = (kept(&selection, layer), kept(&expected, layer));
             let shared = kept.iter().filter(|token| by_cpu.contains(token)).count();
@@ -186,6 +187,7 @@ pub fn check_against_cpu<B: Backend + Clone>(device: &B) {
                     let (_, _, cpu_keys, cpu_values) = held(&on_cpu, layer, 0).remove(0);
                     compare_merged(keys, &cpu_keys, recipe.packs());
                     compare_merged(values, &cpu_values, recipe.packs());
+                    merged += 1;
                 }
                 Some(_) => {}
                 None => {
@@ -194,6 +196,7 @@ pub fn check_against_cpu<B: Backend + Clone>(device: &B) {
                 }
             }
         }
+        assert!(policy.merging.is_none() || merged > 0, "{name}: no layer kept the same tokens, and none was compared");
     }
 }
 

@@ -40,7 +40,8 @@ fn device() -> Device {
     let expected = match std::env::var("KVPACK_TEST_DRIVER").as_deref() {
         Ok("lavapipe") => "llvmpipe",
         Ok("swiftshader") => "SwiftShader",
-        _ => "",
+        Ok("system") | Err(_) => "",
+        Ok(other) => panic!("KVPACK_TEST_DRIVER is '{other}'; lavapipe, swiftshader and system are known"),
     };
     let name = adapter.get_info().name;
     assert!(name.contains(expected), "the adapter is '{name}'");
@@ -54,7 +55,8 @@ fn device() -> Device {
     let (device, queue) = block_on(open_device(&adapter, requirements)).unwrap();
     let checks = match std::env::var("KVPACK_CHECKS").as_deref() {
         Ok("safe") => Checks::Safe,
-        _ => Checks::Trusted,
+        Ok("trusted") | Err(_) => Checks::Trusted,
+        Ok(other) => panic!("KVPACK_CHECKS is '{other}'; safe and trusted are known"),
     };
     Device { kernels: Kernels::new(&device, checks), device, queue }
 }
