@@ -79,7 +79,9 @@ fn attention_column_stats(
                     if (sees(first + r, token)) {
                         let row = query_head * call.rows + first + r;
                         let lse = call.first_lse + query_head * call.lse_head_stride + (first + r) * call.lse_row_stride;
-                        staged_sum += exp(score - row_lse[lse]);
+                        let exponent = score - row_lse[lse];
+                        // `exp` of NaN is a number on some devices.
+                        staged_sum += select(exp(exponent), exponent, is_nan(exponent));
                         reached_rows |= reaches(score, row) << r;
                     }
                 }

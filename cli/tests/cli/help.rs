@@ -40,7 +40,8 @@ fn long_help_is_shown() {
     let mut listed: Vec<&str> = listed.filter_map(|line| line.split_whitespace().next()).collect();
     listed.retain(|name| *name != "help");
     let mut known = COMMANDS.to_vec();
-    (listed.sort_unstable(), known.sort_unstable());
+    listed.sort_unstable();
+    known.sort_unstable();
     assert_eq!(listed, known);
 }
 
