@@ -168,12 +168,7 @@ pub fn run<B: TimedStores + Timed>(
     });
     progress.finish_and_clear();
     let tolerated = backend.guard_tolerance().map_or(UNSTEADY_PERCENT, |fraction| fraction * 100.0);
-    // What was measured is printed, whatever came after it.
-    if style == Style::Json {
-        print::json(&report)?;
-    } else {
-        print_report(&report, tolerated)?;
-    }
+    style.print(&report, |report| print_report(report, tolerated))?;
     done
 }
 

@@ -99,12 +99,7 @@ async fn run_rows<B: Timed>(backend: &B, run: Run, formats: &[SegmentFormat], st
         skipped: Vec::new(),
     };
     let done = time_rows(backend, shape, formats, &mut report).await;
-    // What was measured is printed, whatever came after it.
-    if style == Style::Json {
-        print::json(&report)?;
-    } else {
-        print_report(&report)?;
-    }
+    style.print(&report, print_report)?;
     done.map(|()| Outcome::Passed)
 }
 

@@ -123,12 +123,7 @@ pub fn run<B: TimedSelection>(backend: &B, driver: String, style: Style) -> Resu
         skipped: Vec::new(),
     };
     let done = pollster::block_on(time_rows(backend, &mut guard, shape, &mut report));
-    // What was measured is printed, whatever came after it.
-    if style == Style::Json {
-        print::json(&report)?;
-    } else {
-        print_report(&report)?;
-    }
+    style.print(&report, print_report)?;
     done
 }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 use kvpack_report::page::of_bench;
 use kvpack_report::{BenchReport, BenchRow, Figures, RowOutcome, ShapeReport};
+use serde::Serialize;
 
 use super::UNSTEADY_PERCENT;
 use super::run::Watch;
@@ -23,6 +24,13 @@ pub enum Style {
     Markdown,
     /// The whole report at the end.
     Json,
+}
+
+impl Style {
+    /// Prints a suite's report: what was measured, whatever came after it.
+    pub fn print<T: Serialize>(self, report: &T, tables: impl FnOnce(&T) -> Result<()>) -> Result<()> {
+        if self == Self::Json { print::json(report) } else { tables(report) }
+    }
 }
 
 /// Prints rows.

@@ -165,12 +165,7 @@ pub fn run<B: TimedSelection + Clone>(backend: &B, driver: String, style: Style)
         rows: watched.rows,
         skipped: skips,
     };
-    // What was measured is printed, whatever came after it.
-    if style == Style::Json {
-        print::json(&report)?;
-    } else {
-        print_report(&report)?;
-    }
+    style.print(&report, print_report)?;
     done
 }
 
