@@ -35,7 +35,8 @@ pub struct Limits {
 impl Limits {
     /// The limits of a step over segments of these formats: those of the least precise. A backend that never rounds
     /// queries has the limits of 16 bits, whatever precision is asked for, and ten times those where it multiplies
-    /// halves and bytes of formats whose queries others round to 8 bits: weights and codes are rounded there.
+    /// halves and bytes of formats whose queries others round to 8 bits: weights and codes are rounded there. For other
+    /// packed formats the informative part has twice the limit: weights times codes that count from 0 are rounded.
     ///
     /// # Errors
     /// As [`rounds_queries`].
@@ -44,11 +45,16 @@ impl Limits {
         query: QueryPrecision,
         formats: impl IntoIterator<Item = &'a SegmentFormat>,
     ) -> Result<Self> {
-        let bytes = formats.into_iter().map(|format| query.bytes(format)).min().unwrap_or(QueryBytes::Two);
+        let formats: Vec<_> = formats.into_iter().collect();
+        let bytes = formats.iter().map(|format| query.bytes(format)).min().unwrap_or(QueryBytes::Two);
+        let is_packed = formats.iter().any(|format| **format != SegmentFormat::F16);
         let of_two = Self::new(QueryBytes::Two);
         Ok(match (rounds_queries(backend)?, bytes) {
             (true, bytes) => Self::new(bytes),
             (false, QueryBytes::One) if !multiplies_floats(backend)? => of_two.times(10.0),
+            (false, QueryBytes::Two) if is_packed && !multiplies_floats(backend)? => {
+                Self { informative: 2.0 * of_two.informative, ..of_two }
+            }
             (false, _) => of_two,
         })
     }

@@ -13,7 +13,7 @@ use kvpack::plan::{ElementType, Elements};
 use kvpack::ranks::{Reduction, StateExchange, Transport};
 use kvpack::{AttentionShape, Error};
 
-use super::{DEADLINE, WORDS, are_gpus, backend, needs_two_gpus, over_peers};
+use super::{DEADLINE, WORDS, are_gpus, backend, over_peers, two_gpus};
 use any_backend::random_rows::Random;
 
 const TYPES: [ElementType; 3] = [ElementType::F32, ElementType::F16, ElementType::Bf16];
@@ -185,7 +185,7 @@ fn assert_same(all: &[Vec<Vec<u32>>]) {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn peers_exchange() {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     for ranks in [1, 2, 3, 4] {
         if !are_gpus(ranks, "peer memory between ranks") {
             return;
@@ -201,7 +201,7 @@ fn peers_exchange() {
 #[ignore = "needs an NVIDIA GPU"]
 fn nccl_exchanges() {
     use super::over_nccl;
-    needs_two_gpus();
+    let _gpus = two_gpus();
     over_nccl(2, DEADLINE, |mut nccl| check_operations(&mut nccl));
     let run = |_| over_nccl(2, DEADLINE, |mut nccl| check_merges(&mut nccl));
     let runs = [0, 1].map(run);
@@ -242,7 +242,7 @@ fn parts_are_merged_as_in_f64() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_rank_that_does_not_come_is_an_error() {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     let deadline = Duration::from_millis(300);
     let begin = std::time::Instant::now();
     let errors = over_peers(2, deadline, |mut peer| {

@@ -182,7 +182,7 @@ fn survive<T: Transport<Backend = Cuda>>(
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_killed_peer_is_an_error_in_time() {
-    super::needs_two_gpus();
+    let _gpus = super::two_gpus();
     let backend = backend(0);
     let (kept, mut random, mut longest) = (Kept::new(&backend), Random::new(1), Duration::ZERO);
     for _ in 0..KILLS {
@@ -205,7 +205,7 @@ fn a_killed_peer_is_an_error_in_time() {
 #[ignore = "needs an NVIDIA GPU"]
 fn a_killed_rank_of_nccl_is_an_error_in_time() {
     use kvpack::cuda::nccl::{Nccl, NcclId};
-    super::needs_two_gpus();
+    let _gpus = super::two_gpus();
     let backend = backend(0);
     let (kept, mut random, mut longest) = (Kept::new(&backend), Random::new(2), Duration::ZERO);
     for _ in 0..KILLS {

@@ -10,7 +10,7 @@ mod nccl;
 mod policies;
 mod steps;
 
-use std::sync::{Barrier, Mutex};
+use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -28,13 +28,17 @@ fn gpus() -> usize {
     CudaContext::device_count().expect("an NVIDIA GPU").max(1) as usize
 }
 
-/// Fails on a machine with one GPU: a test that ran nothing would look like one that passed.
-fn needs_two_gpus() {
+/// The GPUs, for one test at a time: kernels of one test that wait for each other would wait for those of another that
+/// came between. Fails on a machine with one GPU: a test that ran nothing would look like one that passed.
+fn two_gpus() -> MutexGuard<'static, ()> {
+    static GPUS: Mutex<()> = Mutex::new(());
     assert!(
         gpus() >= 2,
         "ranks need two GPUs, and this machine has {}: leave these tests out by --skip ranks::",
         gpus()
     );
+    // A test that failed leaves the GPUs as usable as one that passed.
+    GPUS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether the machine has the number of GPUs that a larger case needs.

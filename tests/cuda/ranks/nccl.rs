@@ -13,7 +13,7 @@ use kvpack::plan::Elements;
 use kvpack::ranks::{Reduction, Transport};
 use libloading::{Library, Symbol};
 
-use super::{DEADLINE, backend, needs_two_gpus, on_threads};
+use super::{DEADLINE, backend, on_threads, two_gpus};
 
 /// `ncclUniqueId`.
 #[repr(C)]
@@ -49,7 +49,7 @@ fn sum(transport: &mut Nccl) -> Vec<f32> {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn an_engine_keeps_its_communicator() {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     let id = NcclId::new().unwrap();
     let sums = on_threads(2, |rank| {
         // SAFETY: NCCL's library was loaded before, by `NcclId::new`, and has no further start.
@@ -74,7 +74,7 @@ fn an_engine_keeps_its_communicator() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn an_engine_aborts_its_communicator() {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     let id = NcclId::new().unwrap();
     let results = on_threads(2, |rank| {
         // SAFETY: As above.
@@ -106,7 +106,7 @@ fn an_engine_aborts_its_communicator() {
 #[ignore = "needs an NVIDIA GPU"]
 fn a_captured_sum_keeps_its_room() {
     const SENTINELS: usize = 64;
-    needs_two_gpus();
+    let _gpus = two_gpus();
     let id = NcclId::new().unwrap();
     on_threads(2, |rank| {
         let mut transport = Nccl::connect(&backend(rank), &id, (rank, 2), DEADLINE).unwrap();

@@ -10,7 +10,7 @@ use kvpack::plan::{ElementType, RowLayout, TokenRange};
 use kvpack::policy::{Policy, Selection, Spans};
 use kvpack::ranks::{ContextParallel, Placement, Transport};
 
-use super::{DEADLINE, are_gpus, needs_two_gpus, over_peers};
+use super::{DEADLINE, are_gpus, over_peers, two_gpus};
 use any_backend::compressed::{Prompt, policies};
 use any_backend::model_steps::recipe;
 use any_backend::random_rows::Random;
@@ -125,7 +125,7 @@ fn evict<T: Transport<Backend = Cuda>>(transport: T, policy: &Policy, name: &str
 
 /// Ranks keep the same as one GPU. Their outputs are the same bits on all, and like those of one GPU.
 fn check(what: &str, over_ranks: impl Fn(usize, &Policy, &str) -> Vec<[Done; 2]>) {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     for ranks in [2, 4] {
         if !are_gpus(ranks, what) {
             return;

@@ -14,7 +14,7 @@ use kvpack::cuda::{Cuda, LayerTensors, ModelStep, Tensor};
 use kvpack::plan::{ElementType, Elements, RowLayout};
 use kvpack::ranks::{ContextParallel, Placement, StateExchange, Transport};
 
-use super::{DEADLINE, are_gpus, needs_two_gpus, over_peers};
+use super::{DEADLINE, are_gpus, over_peers, two_gpus};
 use any_backend::model_steps::{recipe, shape};
 use any_backend::random_rows::Random;
 
@@ -115,7 +115,7 @@ fn check(runs: &[Vec<(Vec<u32>, usize)>], what: &str) {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn graphs_over_peers_are_replayed_while_sequences_grow() {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     for name in RECIPES {
         let run = |_| over_peers(2, DEADLINE, |mut peer| grow(&mut peer, name));
         check(&[0, 1].map(run), &format!("peers, {name}"));
@@ -131,7 +131,7 @@ fn graphs_over_peers_are_replayed_while_sequences_grow() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn graphs_over_nccl_are_replayed_while_sequences_grow() {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     for name in RECIPES {
         let run = |_| super::over_nccl(2, DEADLINE, |mut nccl| grow(&mut nccl, name));
         check(&[0, 1].map(run), &format!("NCCL, {name}"));
@@ -200,7 +200,7 @@ fn merged(shares: &[ModelCache<Cuda>], queries: &Tensor) -> Tensor {
 /// Every format on two ranks and on four, one after the other: a device that another pair of ranks makes wait cannot
 /// load kernels.
 fn check_formats(what: &str, attend: impl Fn(usize, SegmentFormat) -> Vec<[f64; 2]>) {
-    needs_two_gpus();
+    let _gpus = two_gpus();
     for ranks in [2, 4] {
         if !are_gpus(ranks, what) {
             return;
