@@ -29,13 +29,16 @@
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: scores, row_weights, share, store_keys, store_values
+// gives: SCORE_ROW, scores, row_weights, share, store_keys, store_values
 
 // import attend/run_tiles.wgsl
 // import attend/run_ends.wgsl
 // import run_arrivals = attend/run_arrivals.wgsl#by_turns
 // import run_outputs = attend/run_outputs.wgsl#plain
 // import run_factors = attend/run_factors.wgsl#own
+
+// A row of scores in workgroup memory, in vectors of four.
+const SCORE_ROW: u32 = 5u;
 
 // [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;

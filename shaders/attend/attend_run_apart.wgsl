@@ -12,15 +12,19 @@
 // What lanes write for each other lies between subgroup barriers. wgpu has them on Vulkan alone
 // (`Features::SUBGROUP_BARRIER`).
 //
-// Memory and bounds are those of `attend_run`. The reference of a row moves when its subgroup votes for it.
+// Memory and bounds are those of `attend_run`. The reference of a row moves when its subgroup votes for it. Only then do
+// the two lanes of a row exchange their largest scores.
 //
-// gives: BLOCK_SCORES, scores, row_weights, factors, shares
+// gives: SCORE_ROW, BLOCK_SCORES, scores, row_weights, factors, shares
 // set by plans: TILE_BUFFERS
 
 // import attend/run_tiles.wgsl
 // import attend/run_ends.wgsl
 // import run_outputs = attend/run_outputs.wgsl#apart
 
+// A row of scores in workgroup memory, in vectors of four: products of a block are stored to it without conflicts of
+// banks, and read so in the order of `lane_vector`.
+const SCORE_ROW: u32 = 6u;
 // Vectors of four scores of a lane, and of a block.
 const LANE_SCORES: u32 = 2u;
 const BLOCK_SCORES: u32 = 16u * SCORE_ROW;
@@ -100,10 +104,16 @@ fn score(rows: ptr<function, array<Left, ROW_BLOCKS * STEPS>>, token_step: u32, 
         subgroupBarrier();
         // unroll
         for (var i = 0u; i < LANE_SCORES; i++) {
-            products[block * LANE_SCORES + i] = scores[lane_scores(team, lane) + i];
+            products[block * LANE_SCORES + i] = scores[lane_scores(team, lane) + lane_vector(i, lane)];
         }
     }
     return products;
+}
+
+// Which of its two vectors a lane takes as number `i`. Vectors of rows that lie four apart are in the same banks when they
+// are read, and weights of rows that lie eight apart when they are written. So their lanes begin with different ones.
+fn lane_vector(i: u32, lane: u32) -> u32 {
+    return i ^ (((lane / 4u) ^ (lane / 8u)) & 1u);
 }
 
 // Where the scores of a lane's tokens begin.
@@ -127,7 +137,7 @@ fn weigh(products: array<vec4<f32>, ROW_BLOCKS * LANE_SCORES>, step: u32, least:
         for (var block = 0u; block < ROW_BLOCKS; block++) {
             // unroll
             for (var i = 0u; i < LANE_SCORES; i++) {
-                let token = vec4<u32>(first_token + i) + vec4<u32>(0u, 32u, 64u, 96u);
+                let token = vec4<u32>(first_token + lane_vector(i, lane)) + vec4<u32>(0u, 32u, 64u, 96u);
                 let sees = token < vec4<u32>(row_tokens[block]);
                 s[block * LANE_SCORES + i] = select(vec4<f32>(NO_PRODUCT), s[block * LANE_SCORES + i], sees);
             }
@@ -138,16 +148,16 @@ fn weigh(products: array<vec4<f32>, ROW_BLOCKS * LANE_SCORES>, step: u32, least:
     // unroll
     for (var block = 0u; block < ROW_BLOCKS; block++) {
         let high = max(s[block * LANE_SCORES], s[block * LANE_SCORES + 1u]);
-        let own_top = max(max(high.x, high.y), max(high.z, high.w)) * unit[block];
-        top[block] = max(own_top, subgroupShuffleXor(own_top, 16u));
+        top[block] = max(max(high.x, high.y), max(high.z, high.w)) * unit[block];
         far = far || top[block] - reference[block] > MOST_WEIGHT;
     }
     let moves = subgroupAny(far);
     if (moves) {
         // unroll
         for (var block = 0u; block < ROW_BLOCKS; block++) {
-            let is_far = top[block] - reference[block] > MOST_WEIGHT;
-            let new_reference = select(reference[block], ceil(top[block] - START_WEIGHT), is_far);
+            let row_top = max(top[block], subgroupShuffleXor(top[block], 16u));
+            let is_far = row_top - reference[block] > MOST_WEIGHT;
+            let new_reference = select(reference[block], ceil(row_top - START_WEIGHT), is_far);
             factor[block] = exp2(reference[block] - new_reference);
             reference[block] = new_reference;
             weight_sum[block] *= factor[block];
@@ -161,7 +171,7 @@ fn weigh(products: array<vec4<f32>, ROW_BLOCKS * LANE_SCORES>, step: u32, least:
         // unroll
         for (var i = 0u; i < LANE_SCORES; i++) {
             let p = Half4(exp2(s[block * LANE_SCORES + i] * unit[block] - vec4<f32>(reference[block])));
-            row_weights[to + i] = p;
+            row_weights[to + lane_vector(i, lane)] = p;
             let rounded = vec4<f32>(p);
             sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
         }

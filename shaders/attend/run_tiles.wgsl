@@ -1,8 +1,8 @@
 // Rows and tokens of the kernels that take many queries with cooperative matrices, and what an invocation loads.
 //
 // gives: Half4, Left, Right, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, ROWS, STEPS, EIGHTS, TOKEN_VECTORS,
-//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES,
-//   MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, load_keys, load_values
+//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES, MOST_WEIGHT,
+//   START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, load_keys, load_values
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
 // import attend/numbering.wgsl#subgroup
@@ -32,11 +32,10 @@ const EIGHTS: u32 = HEAD_DIM / 8u;
 // Vectors of eight tokens of a tile's values, and steps of a tile.
 const TOKEN_VECTORS: u32 = 16u;
 const TILE_STEPS: u32 = 8u;
-// Sizes in vectors of four: a key, a channel of values, a row of scores and a row of weights in workgroup memory.
+// Sizes in vectors of four: a key, a channel of values and a row of weights in workgroup memory.
 const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
 const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
 const VALUE_ROW: u32 = 6u;
-const SCORE_ROW: u32 = 5u;
 const WEIGHT_ROW: u32 = 6u;
 // Groups of eight keys, and as many of values, in a step, and those that an invocation moves.
 const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;

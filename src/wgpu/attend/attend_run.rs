@@ -26,8 +26,9 @@ const LEAST_CODE_ROWS: usize = 112;
 /// The largest head dimension at which a subgroup keeps the queries and sums of two blocks in registers, and of one.
 const MOST_CHANNELS_OF_TWO: usize = 128;
 const MOST_CHANNELS: usize = 256;
-/// The largest head dimension at which two workgroups of four subgroups share a multiprocessor and are faster than one
-/// of eight: on an H200 a prompt of 16k tokens in f16 took 7.9 ms and not 9.7, at 4 bits 7.5 either way.
+/// The largest head dimension at which two workgroups of four subgroups, whose subgroups do not wait for each other, share
+/// a multiprocessor and are faster than one of eight. On an H200 a prompt of 16k tokens took 6.5 ms at 4 bits and not
+/// 6.7, and 7.9 with `kivi:4` and not 9.0. With ranges that are staged for eight, 8 bits took 7.3 ms in place of 7.0.
 const MOST_SHARED_CHANNELS: usize = 64;
 /// Query heads that an invocation of `prepare_run_query` prepares a part of, and invocations of a workgroup.
 const PREPARED_HEADS: usize = 4;
@@ -69,12 +70,13 @@ impl Specialisation<'_> {
     /// The largest workgroup for these codes, and when it stores what it loads.
     fn run_workgroup(&self, codes: [RunCodes; 2]) -> (RunRows, RunArrivals) {
         let (head_dim, most) = (self.shape.head_dim(), RunRows::most(self.shape.head_dim()));
+        let ranges = ValueRangesOfRun::of(codes);
         let fits = |rows: RunRows, buffers: usize| {
-            let bytes = rows.workgroup_bytes(head_dim, RunArrivals::Apart(buffers), ValueRangesOfRun::of(codes));
+            let bytes = rows.workgroup_bytes(head_dim, RunArrivals::Apart(buffers), ranges);
             bytes <= self.capabilities.limits.workgroup_memory as usize
         };
         let half = RunRows { subgroups: most.subgroups / 2, ..most };
-        let shared = codes == [RunCodes::F16; 2] && head_dim <= MOST_SHARED_CHANNELS;
+        let shared = head_dim <= MOST_SHARED_CHANNELS && ranges == ValueRangesOfRun::WithCodes;
         if shared && self.shape.group() <= half.rows() / 2 && fits(half, 2) {
             return (half, RunArrivals::Apart(2));
         }
@@ -233,7 +235,7 @@ impl RunRows {
     const fn workgroup_bytes(self, head_dim: usize, arrivals: RunArrivals, ranges: ValueRangesOfRun) -> usize {
         let keys = STEP_TOKENS * (head_dim / 4 + 2) * 8;
         let values = head_dim * 6 * 8;
-        let (scores, weights) = (5 * 16, 6 * 8);
+        let (scores, scores_apart, weights) = (5 * 16, 6 * 16, 6 * 8);
         // Together, it is known which subgroups moved their references. No padding follows the last rows of four arrays.
         // There is a factor for every row, unless that lies in the padding of scores, which then follows their last row,
         // and ranges of 16 tokens have room.
@@ -246,7 +248,7 @@ impl RunRows {
             RunArrivals::ByTurns | RunArrivals::First => keys + values + together,
             RunArrivals::Ahead => 2 * keys + values + together,
             RunArrivals::Apart(buffers) => {
-                buffers * (keys + values) + self.subgroups * BLOCK_ROWS * scores + self.rows() * weights
+                buffers * (keys + values) + self.subgroups * BLOCK_ROWS * scores_apart + self.rows() * weights
             }
         };
         MAX_RUN_TILES * 4 + KEPT_WORDS * 4 + rest

@@ -37,7 +37,10 @@ enable wgpu_cooperative_matrix;
 // is uniform: it depends on the item, and on words that lie in workgroup memory between two barriers. Divisors are sums
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
-// gives: scores, row_weights, share, store_keys, store_values
+// gives: SCORE_ROW, scores, row_weights, share, store_keys, store_values
+
+// A row of scores in workgroup memory, in vectors of four.
+const SCORE_ROW: u32 = 5u;
 
 // [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;
@@ -289,7 +292,7 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
 // Rows and tokens of the kernels that take many queries with cooperative matrices, and what an invocation loads.
 //
 // gives: Half4, Left, Right, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, ROWS, STEPS, EIGHTS, TOKEN_VECTORS,
-//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, SCORE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES,
+//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES,
 //   MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, load_keys, load_values
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
@@ -314,11 +317,10 @@ const EIGHTS: u32 = HEAD_DIM / 8u;
 // Vectors of eight tokens of a tile's values, and steps of a tile.
 const TOKEN_VECTORS: u32 = 16u;
 const TILE_STEPS: u32 = 8u;
-// Sizes in vectors of four: a key, a channel of values, a row of scores and a row of weights in workgroup memory.
+// Sizes in vectors of four: a key, a channel of values and a row of weights in workgroup memory.
 const KEY_ROW: u32 = HEAD_DIM / 4u + 2u;
 const KEYS_OF_STEP: u32 = 16u * KEY_ROW;
 const VALUE_ROW: u32 = 6u;
-const SCORE_ROW: u32 = 5u;
 const WEIGHT_ROW: u32 = 6u;
 // Groups of eight keys, and as many of values, in a step, and those that an invocation moves.
 const EIGHTS_OF_STEP: u32 = 2u * HEAD_DIM;
