@@ -292,8 +292,8 @@ fn attend_run(@builtin(workgroup_id) group: vec3<u32>, numbering: Numbering) {
 // Rows and tokens of the kernels that take many queries with cooperative matrices, and what an invocation loads.
 //
 // gives: Half4, Left, Right, Sums, Eight, SUBGROUPS, ROW_BLOCKS, OWN_ROWS, ROWS, STEPS, EIGHTS, TOKEN_VECTORS,
-//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES,
-//   MOST_WEIGHT, START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, load_keys, load_values
+//   TILE_STEPS, KEY_ROW, KEYS_OF_STEP, VALUE_ROW, WEIGHT_ROW, EIGHTS_OF_STEP, LOADS, ROW_SCORES, MOST_WEIGHT,
+//   START_WEIGHT, NO_PRODUCT, arriving_keys, arriving_values, pages, load_keys, load_values
 // set by plans: SUBGROUPS, ROW_BLOCKS
 
 alias Half4 = vec4<f16>;
