@@ -2,7 +2,7 @@
 //
 // Every choice has
 //   fn input4(index: u32) -> vec4<f32>
-//     elements 4 · index onwards
+//     elements 4 · index onwards, NaN in place of infinities
 
 // -------- bf16 --------
 
@@ -12,12 +12,14 @@
 // binds: 2 inputs
 
 // import input_rows = attend/input_rows.wgsl
+// import common/ordered.wgsl#infinities
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
     let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
-    return bitcast<vec4<f32>>(vec4<u32>(words.x << 16u, words.x & 0xffff0000u, words.y << 16u, words.y & 0xffff0000u));
+    let bits = vec4<u32>(words.x << 16u, words.x & 0xffff0000u, words.y << 16u, words.y & 0xffff0000u);
+    return without_infinities(bitcast<vec4<f32>>(bits));
 }
 
 // -------- f16 --------
@@ -28,12 +30,13 @@ fn input4(index: u32) -> vec4<f32> {
 // binds: 2 inputs
 
 // import input_rows = attend/input_rows.wgsl
+// import common/ordered.wgsl#infinities
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec2<u32>>;
 
 fn input4(index: u32) -> vec4<f32> {
     let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
-    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+    return without_infinities(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
 }
 
 // -------- f32 --------
@@ -44,9 +47,10 @@ fn input4(index: u32) -> vec4<f32> {
 // binds: 2 inputs
 
 // import input_rows = attend/input_rows.wgsl
+// import common/ordered.wgsl#infinities
 
 @group(0) @binding(2) var<storage, read> inputs: array<vec4<f32>>;
 
 fn input4(index: u32) -> vec4<f32> {
-    return inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
+    return without_infinities(inputs[min(input_at(index), arrayLength(&inputs) - 1u)]);
 }

@@ -1,4 +1,4 @@
-// The order of floats.
+// The order of floats, and those that are not finite.
 
 // -------- ordered --------
 
@@ -27,4 +27,17 @@ fn is_nan(x: f32) -> bool {
 
 fn larger(a: f32, b: f32) -> f32 {
     return select(a, b, b > a || is_nan(b));
+}
+
+// -------- infinities --------
+
+// NaN in place of infinities. Scores of an infinite query may all be minus infinity, and would be those of a query that
+// sees no token.
+//
+// gives: without_infinities
+
+fn without_infinities(x: vec4<f32>) -> vec4<f32> {
+    let bits = bitcast<vec4<u32>>(x);
+    let exponent = vec4<u32>(0x7f800000u);
+    return bitcast<vec4<f32>>(select(bits, bits | vec4<u32>(0x00400000u), (bits & exponent) == exponent));
 }

@@ -367,13 +367,41 @@ fn load_query(item: WorkItem, y: u32, invocation: u32) {
 
 fn input4(index: u32) -> vec4<f32> {
     let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
-    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+    return without_infinities(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
 }
 
 // Of attend/input_rows.wgsl, by default:
 
 fn input_at(index: u32) -> u32 {
     return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/ordered.wgsl#infinities #ordered
+// ----------------------------------------------------------------------------------------------------
+
+// NaN in place of infinities. Scores of an infinite query may all be minus infinity, and would be those of a query that
+// sees no token.
+//
+// gives: without_infinities
+
+fn without_infinities(x: vec4<f32>) -> vec4<f32> {
+    let bits = bitcast<vec4<u32>>(x);
+    let exponent = vec4<u32>(0x7f800000u);
+    return bitcast<vec4<f32>>(select(bits, bits | vec4<u32>(0x00400000u), (bits & exponent) == exponent));
+}
+
+// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
+//
+// gives: ordered, from_ordered
+
+fn ordered(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
+}
+
+fn from_ordered(bits: u32) -> f32 {
+    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -556,23 +584,6 @@ fn enters() -> bool {
 // Of attend/logits.wgsl, by default:
 
 fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
-
-// ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl#ordered
-// ----------------------------------------------------------------------------------------------------
-
-// Maps floats to unsigned integers of the same order, so that atomics can compare them. 0 lies below every float.
-//
-// gives: ordered, from_ordered
-
-fn ordered(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
-    return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
-}
-
-fn from_ordered(bits: u32) -> f32 {
-    return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
-}
 
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/values.wgsl#fma

@@ -108,13 +108,28 @@ fn reset_extremes(row: u32, field: u32) {}
 
 fn input4(index: u32) -> vec4<f32> {
     let words = inputs[min(input_at(index), arrayLength(&inputs) - 1u)];
-    return vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y));
+    return without_infinities(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
 }
 
 // Of attend/input_rows.wgsl, by default:
 
 fn input_at(index: u32) -> u32 {
     return index;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// shaders/common/ordered.wgsl#infinities
+// ----------------------------------------------------------------------------------------------------
+
+// NaN in place of infinities. Scores of an infinite query may all be minus infinity, and would be those of a query that
+// sees no token.
+//
+// gives: without_infinities
+
+fn without_infinities(x: vec4<f32>) -> vec4<f32> {
+    let bits = bitcast<vec4<u32>>(x);
+    let exponent = vec4<u32>(0x7f800000u);
+    return bitcast<vec4<f32>>(select(bits, bits | vec4<u32>(0x00400000u), (bits & exponent) == exponent));
 }
 
 // ----------------------------------------------------------------------------------------------------
