@@ -25,9 +25,13 @@ pub fn kvpack(arguments: &[&str]) -> Run {
         .env_remove("WGPU_ADAPTER_NAME")
         .output()
         .expect("the binary was built with the test");
-    Run {
+    let run = Run {
         code: output.status.code().expect("not ended by a signal"),
         out: String::from_utf8(output.stdout).expect("UTF-8"),
         err: String::from_utf8(output.stderr).expect("UTF-8"),
-    }
+    };
+    // Vulkan's validation layers write to standard output, which no log of a test run has.
+    let message = run.out.lines().find(|line| line.contains("VUID-") || line.contains("Validation "));
+    assert!(message.is_none(), "kvpack {arguments:?} broke a rule of Vulkan: {}", message.unwrap_or_default());
+    run
 }
