@@ -292,13 +292,13 @@ struct DraftWarp {
         return token_range<VALUE_LEVEL_UNIT, VALUE_BITS>(stage + VALUE_RANGES_AT + 4 * token(j, h));
     }
 
-    // The logarithm of the largest scale of the lane's tokens.
-    __device__ __forceinline__ float value_scale(u32 stage) const {
-        if constexpr (!VALUE_FOLDED) return 0.0f;
-        float largest = LEAST_SCALE;
+    // The logarithms of the scales of the lane's tokens, whatever they belong to: hidden tokens have scores of minus
+    // infinity.
+    __device__ __forceinline__ void value_scales(float (&scales)[2 * TOKEN_SIXTY_FOURS], u32 stage) const {
 #pragma unroll
-        for (int t = 0; t < 2 * TOKEN_SIXTY_FOURS; t++) largest = fmaxf(largest, value_range(stage, t / 2, t % 2).x);
-        return log2_approx(largest);
+        for (int t = 0; t < 2 * TOKEN_SIXTY_FOURS; t++) {
+            scales[t] = VALUE_FOLDED ? log2_approx(fmaxf(value_range(stage, t / 2, t % 2).x, LEAST_SCALE)) : 0.0f;
+        }
     }
 
     // The largest product of the lane's row `i`, of its tokens.
@@ -311,19 +311,29 @@ struct DraftWarp {
         return top;
     }
 
-    // Moves references to which a score is far, in all warps of the warpgroup.
+    // The largest exponent of what is rounded to halves for the lane's row `i`: of a weight, times the scale that it takes.
+    __device__ __forceinline__ float largest_exponent(const Products (&products)[TOKEN_SIXTY_FOURS], int i,
+                                                      const float (&scales)[2 * TOKEN_SIXTY_FOURS]) const {
+        if constexpr (!VALUE_FOLDED) return largest(products, i) * scale(i);
+        float top = __fmaf_rn(products[0][i / 2][i % 2], scale(i), scales[0]);
+#pragma unroll
+        for (int t = 1; t < 2 * TOKEN_SIXTY_FOURS; t++) {
+            top = fmaxf(top, __fmaf_rn(products[t / 2][i / 2][2 * (t % 2) + i % 2], scale(i), scales[t]));
+        }
+        return top;
+    }
+
+    // Moves references to which an exponent is far, in all warps of the warpgroup.
     __device__ __forceinline__ void refer(const Products (&products)[TOKEN_SIXTY_FOURS], u32 stage) {
-        const float scale_top = value_scale(stage);
+        float scales[2 * TOKEN_SIXTY_FOURS];
+        value_scales(scales, stage);
         bool far = false;
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; i++) {
-            far = far | (__fmaf_rn(largest(products, i), scale(i), -reference[i]) > MOST_WEIGHT - scale_top);
-        }
+        for (int i = 0; i < LANE_ROWS; i++) far = far | (largest_exponent(products, i, scales) - reference[i] > MOST_WEIGHT);
         if (!group_any(FIRST_GROUP_BARRIER + group, 128, far)) return;
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
-            const float top = VALUE_FOLDED ? max_of_tokens(__fmaf_rn(largest(products, i), scale(i), scale_top))
-                                           : max_of_tokens(largest(products, i)) * scale(i);
+            const float top = max_of_tokens(largest_exponent(products, i, scales));
             if (lane < 4) shared.tops[group][warp][row(i)] = top;
         }
         sync();

@@ -76,6 +76,10 @@ __device__ __forceinline__ void multiply_values(RowValues& sums, const PassWeigh
 // The product of a hidden token.
 __device__ __forceinline__ float no_product() { return -__int_as_float(0x7f800000); }
 
+// What a row gets whose scores are all minus infinity, though it sees tokens: queries in f16 are multiplied as they are,
+// and infinities among them.
+__device__ __forceinline__ float no_number() { return __int_as_float(0x7fc00000); }
+
 // Scores that calibration makes equal keep this factor, so that hidden tokens stay hidden.
 constexpr float LEAST_DELTA = 1e-30f;
 
@@ -359,8 +363,8 @@ struct WarpGroup {
             const u32 head = query_head(call, work, h);
             const bool exists = this->exists(call, work, h);
             const float weight = sum_of_quad(rows.weight[h]);
-            ItemState state = {weight == 0.0f ? 0.0f : 1.0f / weight,
-                               weight == 0.0f ? NO_SCORE : rows.reference[h] + log2_approx(weight)};
+            ItemState state = {1.0f / weight, rows.reference[h] + log2_approx(weight)};
+            if (weight == 0.0f) state = rows.limit[h] > rows.start[h] ? ItemState{no_number(), no_number()} : ItemState{0.0f, NO_SCORE};
             if constexpr (VALUE_BITS != 16) {
                 const u64 of_head = ((u64)item.range_slot * call.kv_heads + work.kv_head) * HEAD_DIM;
                 to_values(sums, h, state.out, call.value_ranges + of_head, signs, lane);

@@ -12,6 +12,13 @@ __device__ __forceinline__ float element_value(u32 type, u32 bits) {
     return type == ELEMENTS_F16 ? half_value(bits) : bfloat_value(bits);
 }
 
+// The same of a query, NaN in place of infinities: its scores may all be minus infinity, and would be those of a query that
+// sees no token.
+__device__ __forceinline__ float query_value(u32 type, u32 bits) {
+    const u32 value = __float_as_uint(element_value(type, bits));
+    return __uint_as_float((value & 0x7f800000u) == 0x7f800000u ? value | 0x00400000u : value);
+}
+
 __device__ __forceinline__ float load_element(const void* elements, u32 type, u64 index) {
     return element_value(type, type == ELEMENTS_F32 ? ((const u32*)elements)[index] : ((const u16*)elements)[index]);
 }

@@ -129,7 +129,7 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
         for (int r = 0; r < ROWS_AT_ONCE; r++) {
             float row[LANE_CHANNELS];
 #pragma unroll
-            for (int i = 0; i < LANE_CHANNELS; i++) row[i] = element_value(call.query_type, rows[r][i]);
+            for (int i = 0; i < LANE_CHANNELS; i++) row[i] = query_value(call.query_type, rows[r][i]);
             rotate<false>(row, lane);
             float base = 0.0f;
             if (KEY_SPAN_RANGES) {
