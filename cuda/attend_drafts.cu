@@ -292,7 +292,7 @@ struct DraftWarp {
         return token_range<VALUE_LEVEL_UNIT, VALUE_BITS>(stage + VALUE_RANGES_AT + 4 * token(j, h));
     }
 
-    // The logarithms of the scales of the lane's tokens, whatever they belong to: hidden tokens have scores of minus
+    // The logarithms of the scales of the lane's tokens. Those of hidden tokens may be stale: their scores are minus
     // infinity.
     __device__ __forceinline__ void value_scales(float (&scales)[2 * TOKEN_SIXTY_FOURS], u32 stage) const {
 #pragma unroll
@@ -311,7 +311,7 @@ struct DraftWarp {
         return top;
     }
 
-    // The largest exponent of what is rounded to halves for the lane's row `i`: of a weight, times the scale that it takes.
+    // The largest exponent of what the lane's row `i` rounds to halves: weights times the scales of their tokens.
     __device__ __forceinline__ float largest_exponent(const Products (&products)[TOKEN_SIXTY_FOURS], int i,
                                                       const float (&scales)[2 * TOKEN_SIXTY_FOURS]) const {
         if constexpr (!VALUE_FOLDED) return largest(products, i) * scale(i);

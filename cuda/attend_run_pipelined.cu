@@ -76,8 +76,8 @@ __device__ __forceinline__ void multiply_values(RowValues& sums, const PassWeigh
 // The product of a hidden token.
 __device__ __forceinline__ float no_product() { return -__int_as_float(0x7f800000); }
 
-// What a row gets whose scores are all minus infinity, though it sees tokens: queries in f16 are multiplied as they are,
-// and infinities among them.
+// The output of a row that sees tokens, but has no weights. Queries in f16 are multiplied as they are. All scores of an
+// infinite one may be minus infinity.
 __device__ __forceinline__ float no_number() { return __int_as_float(0x7fc00000); }
 
 // Scores that calibration makes equal keep this factor, so that hidden tokens stay hidden.

@@ -12,8 +12,8 @@ __device__ __forceinline__ float element_value(u32 type, u32 bits) {
     return type == ELEMENTS_F16 ? half_value(bits) : bfloat_value(bits);
 }
 
-// The same of a query, NaN in place of infinities: its scores may all be minus infinity, and would be those of a query that
-// sees no token.
+// The element of a query. Infinities become NaN. All scores of an infinite query may be minus infinity, as if it saw no
+// token.
 __device__ __forceinline__ float query_value(u32 type, u32 bits) {
     const u32 value = __float_as_uint(element_value(type, bits));
     return __uint_as_float((value & 0x7f800000u) == 0x7f800000u ? value | 0x00400000u : value);

@@ -31,8 +31,7 @@ fn larger(a: f32, b: f32) -> f32 {
 
 // -------- infinities --------
 
-// NaN in place of infinities. Scores of an infinite query may all be minus infinity, and would be those of a query that
-// sees no token.
+// NaN in place of infinities. All scores of an infinite query may be minus infinity, as if it saw no token.
 //
 // gives: without_infinities
 

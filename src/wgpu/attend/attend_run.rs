@@ -28,7 +28,7 @@ const MOST_CHANNELS_OF_TWO: usize = 128;
 const MOST_CHANNELS: usize = 256;
 /// The largest head dimension at which two workgroups of four subgroups, whose subgroups do not wait for each other, share
 /// a multiprocessor and are faster than one of eight. On an H200 a prompt of 16k tokens took 6.5 ms at 4 bits and not
-/// 6.7, and 7.9 with `kivi:4` and not 9.0. With ranges that are staged for eight, 8 bits took 7.3 ms in place of 7.0.
+/// 6.7, and 7.9 with `kivi:4` and not 9.0. `int8` took 7.3 and not 7.0, since only eight subgroups stage its ranges.
 const MOST_SHARED_CHANNELS: usize = 64;
 /// Query heads that an invocation of `prepare_run_query` prepares a part of, and invocations of a workgroup.
 const PREPARED_HEADS: usize = 4;

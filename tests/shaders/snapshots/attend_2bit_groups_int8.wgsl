@@ -587,8 +587,7 @@ fn input_at(index: u32) -> u32 {
 // shaders/common/ordered.wgsl#infinities #ordered
 // ----------------------------------------------------------------------------------------------------
 
-// NaN in place of infinities. Scores of an infinite query may all be minus infinity, and would be those of a query that
-// sees no token.
+// NaN in place of infinities. All scores of an infinite query may be minus infinity, as if it saw no token.
 //
 // gives: without_infinities
 
