@@ -80,9 +80,6 @@ __device__ __forceinline__ float no_product() { return -__int_as_float(0x7f80000
 // infinite one may be minus infinity.
 __device__ __forceinline__ float no_number() { return __int_as_float(0x7fc00000); }
 
-// Scores that calibration makes equal keep this factor, so that hidden tokens stay hidden.
-constexpr float LEAST_DELTA = 1e-30f;
-
 // A lane's rows g and g + 8, and what it knows of their softmax. Without a cap scores lack the base of their row, which
 // is in their log-sum-exp at the end.
 struct RunSoftmax {
@@ -157,7 +154,7 @@ struct RunSoftmax {
         if (limit[h] <= start[h]) return;
         const ScoreMap map = score_map(call, place, head);
         of[h].base = map(of[h].base);
-        of[h].delta = fmaxf(of[h].delta * map.slope, LEAST_DELTA);
+        of[h].delta = row_delta(of[h].delta, map.slope);
     }
 };
 

@@ -146,7 +146,7 @@ __device__ __forceinline__ void prepare_rows(u8* queries, RowConstants* constant
             // Minimums of tokens count with the sum of the query, in the unit of its products.
             if (KEY_FOLDED) base = warp_sum(stored.sum) / KEPT_UNIT;
             const float unit = halves_unit(KEY_LEVEL_UNIT, KEY_FOLDED) * (KEY_BITS_KEPT ? KEPT_UNIT : 1.0f);
-            if (lane == 0) constants[first + r] = {stored.unit * call.score_scale * unit, base};
+            if (lane == 0) constants[first + r] = {row_delta(stored.unit * unit, call.score_scale), base};
         }
     }
 }

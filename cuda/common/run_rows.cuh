@@ -149,7 +149,7 @@ struct WarpQueries {
     template <typename Bits>
     __device__ __forceinline__ void move(const Item& item, u32 kv_head, u32 first, const PlacedRow (&rows)[2], bool copied) const {
         if (KEY_BITS == 16 && copied && call.query_type == ELEMENTS_F16) {
-            if (lane < WARP_ROWS) constants[warp * WARP_ROWS + lane] = {call.score_scale, 0.0f};
+            if (lane < WARP_ROWS) constants[warp * WARP_ROWS + lane] = {row_delta(1.0f, call.score_scale), 0.0f};
             return;
         }
         const bool aligned = (((u64)call.queries | call.query_stride * sizeof(Bits)) & 15u) == 0u;
@@ -219,7 +219,7 @@ struct WarpQueries {
         }
 #pragma unroll
         for (int i = 0; i < LANE_CHUNKS; i++) *place(row, i) = of[i].halves(type<Bits>(), factor(exponent));
-        if (lane < 8) constants[row] = {__uint_as_float(exponent << 23) * call.score_scale, 0.0f};
+        if (lane < 8) constants[row] = {row_delta(__uint_as_float(exponent << 23), call.score_scale), 0.0f};
     }
 
     // The same for packed keys, whose ranges over the span are given.
@@ -267,8 +267,8 @@ struct WarpQueries {
                                        : uint4{even[0], even[1], other[0], other[1]};
         }
         if (lane < 8) {
-            const float unit = halves_unit(KEY_LEVEL_UNIT, false) * call.score_scale;
-            constants[row] = {__uint_as_float(exponent << 23) * unit, base};
+            const float unit = __uint_as_float(exponent << 23) * halves_unit(KEY_LEVEL_UNIT, false);
+            constants[row] = {row_delta(unit, call.score_scale), base};
         }
     }
 };

@@ -20,6 +20,12 @@ struct RowConstants {
     float base;
 };
 
+// The least delta. A row of zeros may have a smaller one, and so may scores that calibration makes equal. Hidden tokens
+// have products of minus infinity, which times zero are no numbers. Scores by this delta are equal, too.
+constexpr float LEAST_DELTA = 1e-30f;
+
+__device__ __forceinline__ float row_delta(float unit, float scale) { return fmaxf(unit * scale, LEAST_DELTA); }
+
 // The largest over the four lanes that hold the same rows, and the sum.
 __device__ __forceinline__ float max_of_quad(float x) {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
