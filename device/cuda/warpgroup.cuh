@@ -40,8 +40,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 
 // Makes this thread's writes to shared memory visible to the copy engine and the tensor cores: barriers that bulk
-// copies use, rows that a warpgroup multiplies.
-__device__ __forceinline__ void shared_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// copies use, rows that a warpgroup multiplies. Cards before compute capability 9.0 have neither.
+__device__ __forceinline__ void shared_visible() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 // Gives registers of the calling warpgroup back, or takes some that others gave back, so that its threads have COUNT.
 template <int COUNT>

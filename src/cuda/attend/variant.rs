@@ -269,6 +269,28 @@ mod tests {
         program.compile(&program.architecture(&H200)).unwrap();
     }
 
+    /// Cards before and after 9.0 have no warpgroups, and those before it no barriers of the copy engine.
+    #[test]
+    #[ignore = "needs NVRTC"]
+    fn kernels_of_other_cards_compile() {
+        let a100 = DeviceFacts { capability: (8, 0), multiprocessors: 108, shared_bytes: 166_912 };
+        let ada = DeviceFacts { capability: (8, 9), multiprocessors: 128, shared_bytes: 101_376 };
+        let blackwell = DeviceFacts { capability: (12, 0), multiprocessors: 170, shared_bytes: 101_376 };
+        for (facts, head_dim) in [a100, ada, blackwell].into_iter().flat_map(|facts| [(facts, 64), (facts, 128)]) {
+            let shape = AttentionShape::new(8, 2, head_dim).unwrap();
+            for format in [SegmentFormat::F16, SegmentFormat::saw_int4(), SegmentFormat::kivi(Bits::Four)] {
+                let pages = PageFormat::new(&shape, &format).unwrap();
+                let attend = AttendVariant::candidates(pages, shape.group(), 9, &facts).unwrap()[0];
+                let runs = [BLOCK_ROWS, BLOCK_ROWS / 2, 64, 32, 16].map(|rows| RunVariant::new(pages, rows, &facts));
+                let programs = runs.into_iter().flatten().map(|run| run.program(ScorePass::Plain));
+                for program in programs.chain([attend.program(ScorePass::Plain), pages.rows_program()]) {
+                    let of = format!("{format} at {head_dim} on {:?}", facts.capability);
+                    program.compile(&program.architecture(&facts)).unwrap_or_else(|error| panic!("{of}: {error}"));
+                }
+            }
+        }
+    }
+
     /// Products of warpgroups do not wait for each other, and the sums of prompts stay in registers.
     #[test]
     #[ignore = "needs NVRTC"]
