@@ -10,9 +10,10 @@ use std::error::Error;
 
 use kvpack::cache::{ModelCache, Recipe, StoreRoom, TokenRun};
 use kvpack::cpu::nmse;
+use kvpack::cuda::cudarc::driver::CudaGraph;
 use kvpack::cuda::cudarc::driver::sys::CUgraphInstantiate_flags;
 use kvpack::cuda::cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-use kvpack::cuda::{Cuda, KernelCache, LayerTensors, ModelStep, Tensor};
+use kvpack::cuda::{Cuda, KernelCache, LaunchMemory, LayerTensors, ModelStep, Tensor};
 use kvpack::plan::{ElementType, RowLayout};
 use kvpack::{AttentionShape, SegmentFormat};
 
@@ -43,7 +44,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let rows = RowLayout::token_major(SEQUENCES, &shape);
     let mut steps = ModelStep::new(&backend, rows, vec![tensors.clone(); LAYERS])?;
     steps.prepare(&cache)?;
-    let (mut graph, mut captured) = (None, 0);
+    let (mut graph, mut captured) = (None::<(u64, CudaGraph, LaunchMemory)>, 0);
 
     // Every step.
     let runs: Vec<TokenRun> = (0..SEQUENCES).map(TokenRun::decode).collect();
@@ -54,7 +55,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
         }
         cache.begin_append(&runs)?;
         let step = steps.write(&cache.open_steps()?)?;
-        if step.bound_anew() || graph.is_none() {
+        if graph.as_ref().is_none_or(|(class, ..)| *class != step.class()) {
             stream.begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
             for layer in 0..LAYERS {
                 // The engine's kernels before attention.
@@ -62,10 +63,10 @@ async fn run() -> Result<(), Box<dyn Error>> {
                 // The engine's kernels after it.
             }
             let new = stream.end_capture(CUgraphInstantiate_flags(0))?.ok_or("the driver captured no graph")?;
-            graph = Some((new, step.memory()));
+            graph = Some((step.class(), new, step.memory()));
             captured += 1;
         }
-        if let Some((graph, _)) = &graph {
+        if let Some((_, graph, _)) = &graph {
             graph.launch()?;
             step.replayed();
         }

@@ -53,8 +53,8 @@ impl Step {
 
     /// The number of the step's kind, if a CUDA graph may hold its calls: ``store``, ``attend`` and ``store_attend``
     /// then only launch kernels. A graph that was captured in one step may be replayed in every later step of the same
-    /// number, as long as that step's ``bound_anew`` is false and the step of the capture is kept. ``None`` for steps
-    /// that no graph may hold.
+    /// number, as long as that step's ``bound_anew`` is false and the step of the capture is kept. Steps of other rows
+    /// have other numbers. ``None`` for steps that no graph may hold.
     #[getter]
     fn graph(&self) -> Option<u64> {
         self.opened.graph.map(|(class, _)| class)

@@ -21,12 +21,10 @@ use crate::{Error, Result};
 /// stored: the caller does ([`OpenStep::stored`](crate::backend::OpenStep::stored), or [`WrittenStep::replayed`]).
 ///
 /// It keeps alive the memory of the launches besides these tensors. Launches of a step that is over read and write what
-/// the tables then hold, within the memory of the cache.
+/// the tables then hold, within the memory of the cache, and ask for tensors of as many rows.
 #[derive(Clone, Debug)]
 pub struct StepLaunches {
     shape: AttentionShape,
-    /// Rows of the tensors.
-    rows: usize,
     parts: ByPart<PartLaunches>,
 }
 
@@ -48,9 +46,7 @@ impl WrittenStep<'_> {
     /// ([`WrittenStep::is_for_graphs`]), has queries that see no token, or was bound with a layout of queries or
     /// outputs.
     pub fn launches(&self) -> Result<StepLaunches> {
-        let Some((shape, rows)) =
-            self.parts.iter().next().map(|part| (*part.class().plan().shape(), part.class().plan().rows()))
-        else {
+        let Some(shape) = self.parts.iter().next().map(|part| *part.class().plan().shape()) else {
             return Err(Error::Plan { what: "step of a model", reason: "it has no layers".into() });
         };
         let dense = self.parts.iter().all(|part| part.class().plan().has_dense_rows());
@@ -67,7 +63,7 @@ impl WrittenStep<'_> {
             let begins = if class.beside() { Begins::BesideStoring } else { Begins::After };
             PartLaunches { of: class.launches().clone(), begins, stores: class.stores() }
         };
-        Ok(StepLaunches { shape, rows, parts: self.parts.map(of) })
+        Ok(StepLaunches { shape, parts: self.parts.map(of) })
     }
 }
 
@@ -79,12 +75,12 @@ impl StepLaunches {
     /// of the driver.
     pub fn store(&self, stream: &Arc<CudaStream>, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
         let (part, place) = self.parts.of_layer(layer)?;
-        self.check_rows(keys, values)?;
+        self.check_rows(part, keys, values)?;
         part.of.store(place)?.launch_on(stream, keys, values)
     }
 
-    fn check_rows(&self, keys: &Tensor, values: &Tensor) -> Result<()> {
-        let rows = RowLayout::token_major(self.rows, &self.shape);
+    fn check_rows(&self, part: &PartLaunches, keys: &Tensor, values: &Tensor) -> Result<()> {
+        let rows = RowLayout::token_major(part.of.rows(), &self.shape);
         rows.check("keys", keys.elements(), &self.shape)?;
         rows.check("values", values.elements(), &self.shape)
     }
@@ -106,8 +102,8 @@ impl StepLaunches {
         let (part, place) = self.parts.of_layer(layer)?;
         if part.stores {
             let LayerTensors { keys, values, queries, output } = tensors;
-            self.check_rows(keys, values)?;
-            self.check_attended([queries, output])?;
+            self.check_rows(part, keys, values)?;
+            self.check_attended(part, [queries, output])?;
             return part.of.store_and_attend(place, stream, Some([[keys, values], [queries, output]]));
         }
         let begins = part.begins;
@@ -122,17 +118,18 @@ impl StepLaunches {
         [queries, output]: [&Tensor; 2],
         begins: Begins,
     ) -> Result<()> {
-        self.check_attended([queries, output])?;
         let (part, place) = self.parts.of_layer(layer)?;
+        self.check_attended(part, [queries, output])?;
         part.of.attention(place)?.launch_on(stream, queries, output, begins)
     }
 
-    fn check_attended(&self, [queries, output]: [&Tensor; 2]) -> Result<()> {
-        let expected = self.rows * self.shape.query_heads() * self.shape.head_dim();
+    fn check_attended(&self, part: &PartLaunches, [queries, output]: [&Tensor; 2]) -> Result<()> {
+        let rows = part.of.rows();
+        let expected = rows * self.shape.query_heads() * self.shape.head_dim();
         for (what, tensor) in [("queries", queries), ("output", output)] {
             if tensor.elements() < expected {
                 let heads = self.shape.query_heads();
-                let shape = format!("{} queries × {heads} query heads", self.rows);
+                let shape = format!("{rows} queries × {heads} query heads");
                 return Err(Error::Elements { what, given: tensor.elements(), expected, shape });
             }
         }

@@ -194,7 +194,7 @@ fn classes_are_kept_side_by_side() {
         block_on(cache.reserve_for_append(&runs)).unwrap();
         cache.begin_append(&runs).unwrap();
         let written = steps.write(&cache.open_steps().unwrap()).unwrap();
-        assert_eq!(written.bound_anew(), !graphs.contains_key(&written.class()));
+        assert!(!written.bound_anew() || !graphs.contains_key(&written.class()));
         let captured = || capture(&backend, &written, LAYERS);
         graphs.entry(written.class()).or_insert_with(captured).0.launch().unwrap();
         written.replayed();

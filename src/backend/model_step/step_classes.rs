@@ -1,7 +1,7 @@
 //! Numbers of the classes of steps.
 
 /// Number of classes of steps whose numbers are remembered.
-const KNOWN_STEPS: usize = 64;
+const KNOWN_STEPS: usize = 512;
 
 /// Numbers for what is bound, none of which is given twice, and for steps: one whose parts are served by the same
 /// classes as those of an earlier step has its number.

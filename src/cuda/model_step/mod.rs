@@ -33,12 +33,14 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// `ModelStep` each. Its result launches every layer between the engine's own kernels. Launches read their work from
 /// the tables, so a graph that captured them all can be replayed while sequences grow. Kernels, scratch and tables last
 /// from step to step. They are rebuilt when a store has grown or lengths have left their size class; classes are up to
-/// an eighth apart. [`WrittenStep::bound_anew`] tells whether anything was rebuilt, and then the graph must be captured
-/// again. A step in which a sequence of a centred recipe begins has a class of its own: it has one extra launch per
+/// an eighth apart. [`WrittenStep::class`] is another number then, and for a step of other rows: a graph serves the
+/// steps of its class. A step in which a sequence of a centred recipe begins has a class of its own: it has one extra launch per
 /// store and layer, which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds
 /// the graph of its decode steps again.
 ///
 /// ```no_run
+/// use std::collections::HashMap;
+///
 /// use kvpack::cache::{ModelCache, TokenRun};
 /// use kvpack::cuda::{Cuda, LayerTensors, ModelStep, Tensor};
 /// use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL};
@@ -48,23 +50,25 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// let rows = RowLayout::token_major(64, cache.shape(0)?);
 /// let mut steps = ModelStep::new(backend, rows, tensors)?;
 /// steps.prepare(&*cache)?;
-/// let mut graph = None;
+/// let mut graphs = HashMap::new();
 ///
 /// // Every step:
 /// let runs: Vec<TokenRun> = (0..64).map(TokenRun::decode).collect();
 /// cache.begin_append(&runs)?;
 /// let open = cache.open_steps()?;
 /// let step = steps.write(&open)?;
-/// if step.bound_anew() || graph.is_none() {
+/// if !graphs.contains_key(&step.class()) {
+///     graphs.clear();
 ///     backend.stream().begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
 ///     for layer in 0..cache.layers() {
 ///         // The engine's kernels: keys, values and queries of the layer.
 ///         step.launch(layer)?;
 ///         // The engine's kernels: what becomes of the output.
 ///     }
-///     graph = backend.stream().end_capture(CUgraphInstantiate_flags(0))?.map(|graph| (graph, step.memory()));
+///     let graph = backend.stream().end_capture(CUgraphInstantiate_flags(0))?;
+///     graphs.extend(graph.map(|graph| (step.class(), (graph, step.memory()))));
 /// }
-/// if let Some((graph, _)) = &graph {
+/// if let Some((graph, _)) = graphs.get(&step.class()) {
 ///     graph.launch()?;
 ///     step.replayed();
 /// }
@@ -80,6 +84,8 @@ pub struct ModelStep {
     bound: BoundParts<PartClass>,
     classes: StepClasses,
     upload: TableUpload,
+    /// Whether something was bound that no written step told.
+    bound_anew: bool,
 }
 
 impl ModelStep {
@@ -90,7 +96,8 @@ impl ModelStep {
     pub fn new(backend: &Cuda, rows: RowLayout, layers: Vec<LayerTensors>) -> Result<Self> {
         let bound = BoundParts::new(layers.len(), 1);
         let (tensors, classes) = (StepTensors::new(rows, layers)?, StepClasses::default());
-        Ok(Self { backend: backend.clone(), tensors, bound, classes, upload: TableUpload::default() })
+        let upload = TableUpload::default();
+        Ok(Self { backend: backend.clone(), tensors, bound, classes, upload, bound_anew: false })
     }
 
     /// The same steps, which also write the natural log-sum-exp of the scores of every query and head: f32
@@ -172,7 +179,7 @@ impl ModelStep {
         let mut bound_anew = false;
         self.upload.clear();
         for ((part, layers), planned) in parts.iter().zip(by_part.iter()).zip(plans) {
-            let Self { backend, tensors, bound, classes, upload } = self;
+            let Self { backend, tensors, bound, classes, upload, .. } = self;
             bound_anew |= bound.serve((part, layers[0]), planned, |bound, planned| {
                 PartClass::bind((&*backend, &*tensors), (part, layers), planned, (bound, classes.give()))
             })?;
@@ -180,12 +187,18 @@ impl ModelStep {
                 bound.class.stage(part.table, upload)?;
             }
         }
+        // It is told once a step was written: what an earlier call bound before it failed counts, too.
+        self.bound_anew |= bound_anew;
         self.upload.send(&self.backend)?;
-        let numbers =
-            by_part.iter().filter_map(|layers| self.bound.newest(layers[0])).map(|bound| bound.class.number());
-        // What is bound for a step that stores nothing may serve one that stores, but their graphs differ.
+        let bound_anew = std::mem::take(&mut self.bound_anew);
+        let newest = || by_part.iter().filter_map(|layers| self.bound.newest(layers[0]));
+        newest().for_each(|bound| bound.class.note_rows());
+        // What is bound for a step that stores nothing may serve one that stores, but their graphs differ. So do those of
+        // steps of other rows, with the kernels of the engine.
         let stores = parts.iter().any(|part| part.table.tokens_needed() > 0);
-        let class = self.classes.of_step(numbers.chain([u64::from(stores)]).collect());
+        let rows = parts.first().map_or(0, |part| part.plan.rows());
+        let numbers = newest().map(|bound| bound.class.number()).chain([u64::from(stores), rows as u64]).collect();
+        let class = self.classes.of_step(numbers);
         let Self { backend, bound, .. } = &*self;
         let packed = |_: usize, part: &OpenStep<'a, Store, NonFiniteFlags>| PackedParts {
             staged: part.staged,

@@ -1,6 +1,8 @@
 //! What is bound for a part of a step: layers that share their page tables.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use cudarc::driver::CudaStream;
 
@@ -42,9 +44,16 @@ pub(in crate::cuda) struct PartClass {
 pub(in crate::cuda) struct ModelLaunches {
     stores: Vec<BoundStoreStep>,
     attention: Vec<BoundAttendStep>,
+    /// Rows of the step that the tables hold. Steps of one class may have different numbers of them.
+    rows: AtomicUsize,
 }
 
 impl ModelLaunches {
+    /// Rows that the launches read and write.
+    pub(in crate::cuda) fn rows(&self) -> usize {
+        self.rows.load(Relaxed)
+    }
+
     /// Those that store in a layer, by its place in the part.
     ///
     /// # Errors
@@ -135,7 +144,8 @@ impl PartClass {
         let pack = StoreStep::new(layout);
         // A row of queries for every token. Steps that share the bindings have as many rows, or some fewer.
         let room = (Sizing::Classes.of(plan.rows()), begins);
-        let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new() };
+        let rows = AtomicUsize::new(plan.rows());
+        let mut launches = ModelLaunches { stores: Vec::new(), attention: Vec::new(), rows };
         for (place, (&layer, stores)) in layers.iter().zip(&part.stores).enumerate() {
             let input = tensors.stored(layer, part.flags, part.layers[place]);
             launches.stores.push(pack.bind_with_room(backend, stores, &table, input, room)?);
@@ -154,8 +164,15 @@ impl PartClass {
     /// # Errors
     /// Those of tables that are not of this class.
     pub(super) fn stage(&mut self, table: &WriteTable, upload: &mut TableUpload) -> Result<()> {
+        // Should sending them fail, the tables hold either step.
+        self.launches.rows.fetch_max(self.plan.rows(), Relaxed);
         self.table.stage(table, upload)?;
         self.tables.stage(&self.plan, self.beside.then_some(table), upload)
+    }
+
+    /// Notes that the tables hold the step that it serves.
+    pub(super) fn note_rows(&self) {
+        self.launches.rows.store(self.plan.rows(), Relaxed);
     }
 
     /// Its number, which no other class has.

@@ -39,13 +39,13 @@ pub(in crate::cuda) struct PackedParts<'a> {
 pub struct LaunchMemory(#[expect(dead_code, reason = "held only to keep the launches alive")] Vec<Arc<ModelLaunches>>);
 
 impl WrittenStep<'_> {
-    /// Whether this step allocated memory, so that a graph must be captured again.
+    /// Whether this step allocated memory, so that a graph must be captured again. Its class is a new one then.
     pub const fn bound_anew(&self) -> bool {
         self.bound_anew
     }
 
-    /// The number of the step's class. Steps of one class have the same launches, and therefore the same graph. A step
-    /// that stores nothing is in no class with one that stores. A number is never used twice.
+    /// The number of the step's class. Steps of one class have as many rows and the same launches, and therefore the same
+    /// graph. A step that stores nothing is in no class with one that stores. A number is never used twice.
     pub const fn class(&self) -> u64 {
         self.class
     }
