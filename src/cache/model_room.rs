@@ -110,7 +110,7 @@ impl<B: Backend> ModelCache<B> {
     /// Room that is free already counts.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a recipe has more stores, [`Error::NoRoom`] when the budget has no room for it,
+    /// [`Error::Plan`] when a recipe has more stores or a step is open, [`Error::NoRoom`] when the budget has no room for it,
     /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve(&mut self, room: &[StoreRoom]) -> Result<()> {
         let needed = self.room_of_groups(|group| room_of_stores(group, room))?;
@@ -133,7 +133,7 @@ impl<B: Backend> ModelCache<B> {
     /// Allocates the room that appending needs, unless it exists.
     ///
     /// # Errors
-    /// Those of [`ModelCache::begin_append`] for the runs, [`Error::NoRoom`] when the budget has no room for it,
+    /// Those of [`ModelCache::begin_append`], [`Error::NoRoom`] when the budget has no room for it,
     /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve_for_append(&mut self, runs: &[TokenRun]) -> Result<()> {
         let needed = self.room_of_groups(|group| group.page_tables.room_for_append(runs, tokens_of(runs)))?;
@@ -143,7 +143,8 @@ impl<B: Backend> ModelCache<B> {
     /// Allocates the room that a prompt needs, unless it exists.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names no store of a layer, [`Error::NoRoom`] when the budget has no room for it,
+    /// [`Error::Plan`] when a span names no store of a layer or a step is open, [`Error::NoRoom`] when the budget has no
+    /// room for it,
     /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve_for_prefill(&mut self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
         let needed = self.room_of_groups(|group| group.page_tables.room_for_prompt(spans))?;
@@ -172,7 +173,9 @@ impl<B: Backend> ModelCache<B> {
         self.groups.iter().map(room).collect()
     }
 
+    /// The table of an open step names the shards that it writes, and reserving may replace them.
     pub(super) async fn reserve_room(&mut self, needed: &[Vec<StoreRoom>], asked: Asked) -> Result<()> {
+        self.check_no_step()?;
         reserve(&mut self.groups, needed, self.budget, asked).await
     }
 

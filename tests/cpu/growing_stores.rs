@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use kvpack::backend::{Forward, Forwarding, Storage};
-use kvpack::cache::{Budget, Growth, ModelCache, Recipe, StoreRoom};
+use kvpack::cache::{Budget, Growth, ModelCache, Recipe, StoreRoom, TokenRun};
 use kvpack::cpu::{Cpu, CpuStore};
 use kvpack::{AttentionShape, Bits, Error, Result, SegmentFormat};
 use pollster::block_on;
@@ -183,4 +183,18 @@ fn shards_of_other_stores_are_refused() {
     for pages in [0, 2, 3] {
         assert!(matches!(store.larger_shard(pages), Err(Error::Plan { .. })), "{pages}");
     }
+}
+
+/// Shards that an open step writes stay what they are: the tables of the step name them.
+#[test]
+fn nothing_is_reserved_within_a_step() {
+    let mut cache = of_four(&Cpu::new());
+    cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    let refused = |result: Result<()>| assert!(matches!(result, Err(Error::Plan { .. })), "{result:?}");
+    refused(block_on(cache.reserve(&[room(5); 2])));
+    refused(block_on(cache.reserve_kind(0, &[room(5); 2])));
+    refused(block_on(cache.reserve_for_append(&[TokenRun::decode(1)])));
+    refused(block_on(cache.reserve_for_prefill(&[])));
+    cache.abandon();
+    block_on(cache.reserve(&[room(5); 2])).unwrap();
 }
