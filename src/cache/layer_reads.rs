@@ -7,7 +7,7 @@ use crate::Result;
 use crate::backend::{AttendOptions, AttentionStates, Backend, RowCentres, SpanRead};
 use crate::counts::saturated;
 use crate::format::{Calibration, SegmentFormat};
-use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, StoreView, TokenIndices, TokenRange};
+use crate::plan::{AttendPlan, ElementType, QueryRun, SpanView, StoreView, TokenIndices, TokenRange, Visible};
 
 /// A span of a sequence as dense f32 rows `[kv_heads, tokens, head_dim]`.
 #[derive(Clone, Debug)]
@@ -38,8 +38,11 @@ impl<B: Backend> LayerGroup<B> {
         let mut views: Vec<StoreView<'_>> = stores.map(view).collect();
         let ends_at = |run: &QueryRun| {
             let length = self.page_tables.sequence(run.sequence)?.length;
-            let visible = self.recipe().attention().visible(run)?;
-            Ok(QueryRun { end: run.end.or(Some(length)), visible, ..run.clone() })
+            // A query of an empty sequence sees nothing, and no window has a last position then.
+            let end = run.end.unwrap_or(length);
+            let sees_nothing = end == 0 && run.queries == 1 && run.visible == Visible::All;
+            let visible = if sees_nothing { Visible::All } else { self.recipe().attention().visible(run)? };
+            Ok(QueryRun { end: Some(end), visible, ..run.clone() })
         };
         let runs = runs.iter().map(ends_at).collect::<Result<Vec<_>>>()?;
         let mut sequences: Vec<usize> = runs.iter().map(|run| run.sequence).collect();

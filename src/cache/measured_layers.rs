@@ -1,11 +1,12 @@
 //! The layers of a cache as policies see them: how their attention is measured, and whether tokens may be gathered.
 
 use super::layers::LayerGroup;
+use super::prompt::refuse_gathers;
 use super::{MeasuredQueries, ModelCache};
+use crate::Result;
 use crate::backend::Backend;
 use crate::format::AttentionShape;
 use crate::plan::LayerAttention;
-use crate::{Error, Result};
 
 /// A layer whose attention a policy measures.
 #[derive(Clone, Debug)]
@@ -42,19 +43,11 @@ impl<B: Backend> ModelCache<B> {
 
     /// Checks that tokens of every layer may be gathered from where they stood.
     ///
-    /// A query of a layer with a sliding window would see some tokens of a gathered span, and which is not known. Steps
-    /// refuse that, so a sequence that holds such a span could not go on.
-    ///
     /// # Errors
     /// [`Error::Unsupported`] names the first layer with a window.
     pub(super) fn check_gathers(&self, what: &str) -> Result<()> {
         let windowed = |group: &LayerGroup<B>| Some((group.numbers()[0], group.recipe().attention().window()?));
         let Some((layer, left)) = self.groups.iter().find_map(windowed) else { return Ok(()) };
-        Err(Error::Unsupported {
-            what: format!("{what}, with a sliding window of {left} positions in layer {layer}"),
-            hint: "where gathered tokens stood is not known, so that a window does not say which it sees; say what is \
-                   stored as spans (ModelCache::begin_prefill, ModelCache::pack_parts)"
-                .into(),
-        })
+        Err(refuse_gathers(&format!("{what}, with a sliding window of {left} positions in layer {layer}")))
     }
 }

@@ -67,8 +67,23 @@ pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: 
             Rows::Gather(indices) if indices.shape().below() as usize > tokens => {
                 return reject(format!("span {i} gathers tokens below {}", indices.shape().below()));
             }
+            Rows::Gather(indices) if indices.shape().count() > indices.shape().below() as usize => {
+                let shape = indices.shape();
+                return reject(format!("span {i} gathers {} tokens, of {} alone", shape.count(), shape.below()));
+            }
             Rows::Gather(_) => {}
         }
     }
     if next != tokens && !gathers { reject(format!("they end at {next}")) } else { Ok(()) }
+}
+
+/// A layer with a sliding window holds no gathered tokens. A query would see some of them, and which is not known. Steps
+/// refuse that, so a sequence that held them could not go on.
+pub(super) fn refuse_gathers(what: &str) -> Error {
+    Error::Unsupported {
+        what: what.into(),
+        hint: "where gathered tokens stood is not known, so that a window does not say which it sees; store spans of \
+               consecutive tokens (PromptSpan::run)"
+            .into(),
+    }
 }

@@ -3,7 +3,7 @@
 use kvpack::backend::Device;
 use kvpack::cache::{Appended, Budget, Growth, MOST_SEQUENCES, ModelCache, PromptSpan, StoreId, StoreRoom, TokenRun};
 use kvpack::cpu::{Cpu, CpuIndices, CpuTensor};
-use kvpack::plan::{ElementType, RowLayout, Rows, TokenRange};
+use kvpack::plan::{ElementType, LayerAttention, RowLayout, Rows, TokenRange};
 use kvpack::{AttentionShape, Bits, Error, KvCache, Recipe, SegmentFormat};
 use pollster::block_on;
 
@@ -103,6 +103,34 @@ fn spans_of_a_prompt_lie_in_it() {
         let refused = matches!(stored, Err(Error::PromptSpans { .. }));
         assert_eq!((stored.is_ok(), refused), (fits, !fits), "{below}: {stored:?}");
     }
+    let twice = block_on(Cpu::new().upload_indices(&[0; 4], shape().kv_heads(), 1)).unwrap();
+    let refused = prefill(&[PromptSpan { tokens: Rows::Gather(&twice), ..run(0, 1) }]);
+    assert!(matches!(refused, Err(Error::PromptSpans { .. })), "two tokens of one position: {refused:?}");
+}
+
+/// A query would see some tokens of a gathered span, and which is not known: no step could follow.
+#[test]
+fn layers_with_windows_gather_nothing() {
+    let window = LayerAttention::default().with_window(40);
+    let recipe = Recipe::pack_all(SegmentFormat::saw_int4()).with_attention(window);
+    let mut cache = KvCache::new(Cpu::new(), shape(), 1, recipe).unwrap();
+    let indices = block_on(Cpu::new().upload_indices(&[0, 1, 0, 1], shape().kv_heads(), 30)).unwrap();
+    let spans = [PromptSpan::gather(&indices, StoreId::PACKED)];
+    let layout = RowLayout::token_major(30, &shape());
+    let refused = block_on(cache.prefill(0, layout, &rows(30), &rows(30), &spans));
+    assert!(matches!(refused, Err(Error::Unsupported { .. })), "{refused:?}");
+    assert_eq!((cache.length(0).unwrap(), cache.memory().in_use_bytes()), (0, 0));
+}
+
+/// The queries of other sequences are served, and its own gets nothing.
+#[test]
+fn an_empty_sequence_is_attended_to_under_a_window() {
+    let recipe = Recipe::f16().with_attention(LayerAttention::default().with_window(127));
+    let mut cache = KvCache::new(Cpu::new(), shape(), 2, recipe).unwrap();
+    block_on(cache.extend(0, RowLayout::token_major(3, &shape()), &rows(3), &rows(3))).unwrap();
+    let row = shape().query_heads() * shape().head_dim();
+    let output = block_on(cache.attend(&CpuTensor::F32(vec![0.5; 2 * row]), ElementType::F32)).unwrap().to_f32();
+    assert_eq!((&output[..row], &output[row..]), (&vec![0.25; row][..], &vec![0.0; row][..]));
 }
 
 /// The pages of a cache, counted by its memory.

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::super::prompt::refuse_gathers;
 use super::super::room::{Room, SequencePages, StoreRoom};
 use super::super::sequence::NextSlot;
 use super::super::step::RunKind;
@@ -9,7 +10,7 @@ use super::super::{PromptSpan, StoreId, TokenRun};
 use super::PageTables;
 use crate::counts::TokenCount;
 use crate::format::TILE_TOKENS;
-use crate::plan::TokenIndices;
+use crate::plan::{Rows, TokenIndices};
 use crate::{Error, Result};
 
 impl<I: TokenIndices + Clone> PageTables<I> {
@@ -81,8 +82,13 @@ impl<I: TokenIndices + Clone> PageTables<I> {
     ///
     /// # Errors
     /// [`Error::Plan`] when a span names a store that the recipe does not have, [`Error::Limit`] when a span
-    /// has more tokens than a sequence may have.
+    /// has more tokens than a sequence may have, [`Error::Unsupported`] when the layer has a window and tokens are
+    /// gathered.
     pub(in crate::cache) fn room_for_prompt(&self, spans: &[PromptSpan<'_, I>]) -> Result<Vec<StoreRoom>> {
+        let gathers = spans.iter().any(|span| matches!(span.tokens, Rows::Gather(_)));
+        if let Some(left) = self.recipe.attention().window().filter(|_| gathers) {
+            return Err(refuse_gathers(&format!("a gathered span in a layer with a window of {left} positions")));
+        }
         let mut needed = vec![StoreRoom::default(); self.rooms.len()];
         for span in spans {
             TokenCount::new(span.tokens.len())?;
