@@ -227,7 +227,7 @@ impl PrefixCache {
         for (end, hash) in hashes(&tokens[..most.min(tokens.len())]) {
             let Some(tiles) = self.tiles.get(&hash) else { break };
             let same = |tile: &&Tile| {
-                self.prefixes[tile.place].as_ref().is_some_and(|prefix| prefix.tokens[..end] == tokens[..end])
+                self.prefixes[tile.place].as_ref().is_some_and(|prefix| prefix.tokens.get(..end) == tokens.get(..end))
             };
             let Some(found) = tiles.iter().find(same) else { break };
             longest = Some(*found);
@@ -308,4 +308,25 @@ fn hashes(tokens: &[u32]) -> impl Iterator<Item = (usize, u64)> + '_ {
         *before = hasher.finish();
         Some(((tile + 1) * TILE_TOKENS, *before))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The hash of two tiles is that of another prefix, of one tile.
+    #[test]
+    fn a_collision_finds_nothing() {
+        let tokens: Vec<u32> = (0..3 * TILE_TOKENS as u32).collect();
+        let mut prefixes = PrefixCache::new(0..2);
+        let prefix = |first: u32| {
+            let tokens = (first..first + TILE_TOKENS as u32).collect();
+            Some(Prefix { tokens, since: 0, used: 0, pins: 0 })
+        };
+        prefixes.prefixes = vec![prefix(0), prefix(7)];
+        for (place, (_, hash)) in hashes(&tokens[..2 * TILE_TOKENS]).enumerate() {
+            prefixes.tiles.insert(hash, vec![Tile { place, tiles: 1 }]);
+        }
+        assert_eq!(prefixes.found(&tokens), TILE_TOKENS);
+    }
 }

@@ -375,8 +375,12 @@ impl<'a> Reader<'a> {
     async fn sequence<B: Backend>(&mut self, group: &LayerGroup<B>, layers: usize) -> Result<Sequence<B::Indices>> {
         let length = TokenCount::new(self.size()?)?.get();
         let released = self.size()?;
-        if released > length || (released > 0 && group.recipe().attention().window().is_none()) {
-            return Err(refusal(format!("{released} of {length} tokens were released behind a window")));
+        // The next query sees those of the window, however wide it is here.
+        let unseen = group.recipe().attention().window().map_or(0, |left| length.saturating_sub(left));
+        if released > unseen {
+            let reason =
+                format!("{released} of {length} tokens were released behind a window, of which {unseen} may be");
+            return Err(refusal(reason));
         }
         let centre = self.flag()?;
         let count = self.count(19)?;

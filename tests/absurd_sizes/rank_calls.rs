@@ -141,7 +141,10 @@ fn ranks() -> Vec<Call> {
         "ranks::ContextParallel::begin_append_seeing" => pairs(|a, b| {
             done(rank().begin_append_seeing(&[TokenRun::chunk(a, b)], &[QueryRun::causal(a, b)]));
         });
-        "ranks::ContextParallel::begin_attend" => pairs(|a, b| done(rank().begin_attend(&[QueryRun::causal(a, b)])));
+        "ranks::ContextParallel::begin_attend" => pairs(|a, b| {
+            done(rank().begin_attend(&[QueryRun::causal(a, b)]));
+            done(rank().begin_attend(&[QueryRun { end: Some(a), ..QueryRun::causal(0, b) }]));
+        });
         "ranks::ContextParallel::store" => sizes(|a| few_triples(|tokens, token_stride, head_stride| {
             if a < 2 || tokens < 2 {
                 done(block_on(open().store(a, RowLayout { tokens, token_stride, head_stride }, &row(), &row())));

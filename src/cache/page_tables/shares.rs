@@ -190,7 +190,7 @@ fn seen_whole(run: &QueryRun) -> usize {
     let end = run.end.unwrap_or(0);
     match &run.visible {
         Visible::All => usize::MAX,
-        Visible::Causal | Visible::Spans { left: None, .. } => (end + 1).saturating_sub(run.queries),
+        Visible::Causal | Visible::Spans { left: None, .. } => end.saturating_add(1).saturating_sub(run.queries),
         Visible::Tree(mask) => end.saturating_sub(mask.tokens()),
         Visible::Window { .. } | Visible::Spans { left: Some(_), .. } => 0,
     }

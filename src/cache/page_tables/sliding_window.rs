@@ -50,7 +50,7 @@ impl<I: TokenIndices + Clone> PageTables<I> {
         let reason = format!(
             "sequence {sequence} released the tokens before position {released} behind a sliding window of {left} \
              positions, and cannot keep {length}; keep at least {}, or none",
-            released + left
+            released.saturating_add(left)
         );
         Err(Error::Plan { what: "truncation", reason })
     }
