@@ -30,6 +30,7 @@
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
 // gives: SCORE_ROW, scores, row_weights, share, store_keys, store_values
+// set by plans: SCORE_ROW
 
 // import attend/run_tiles.wgsl
 // import attend/run_ends.wgsl
@@ -37,8 +38,9 @@
 // import run_outputs = attend/run_outputs.wgsl#plain
 // import run_factors = attend/run_factors.wgsl#own
 
-// A row of scores in workgroup memory, in vectors of four.
-const SCORE_ROW: u32 = 5u;
+// A row of scores in workgroup memory, in vectors of four: 6 or 5. With 6, products of a block are stored without
+// conflicts of banks.
+const SCORE_ROW: u32 = 6u;
 
 // [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
 var<workgroup> key_tile: array<Half4, KEY_STEPS * KEYS_OF_STEP - 2u>;

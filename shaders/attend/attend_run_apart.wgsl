@@ -16,7 +16,7 @@
 // the two lanes of a row exchange their largest scores.
 //
 // gives: SCORE_ROW, BLOCK_SCORES, scores, row_weights, factors, shares
-// set by plans: TILE_BUFFERS
+// set by plans: SCORE_ROW, TILE_BUFFERS
 
 // import attend/run_tiles.wgsl
 // import attend/run_ends.wgsl

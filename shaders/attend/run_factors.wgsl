@@ -10,10 +10,10 @@
 
 // In workgroup memory of their own. Nothing follows the last row of scores.
 //
-// needs: ROWS, SCORE_ROW
+// needs: ROWS, ROW_SCORES, SCORE_ROW
 // gives: SCORES, factors, keep_factor, kept_factor
 
-const SCORES: u32 = ROWS * SCORE_ROW - 1u;
+const SCORES: u32 = ROWS * SCORE_ROW - (SCORE_ROW - ROW_SCORES);
 
 var<workgroup> factors: array<f32, ROWS>;
 

@@ -34,6 +34,7 @@ impl AttendRecipe {
             Self::Run { work, rows, keys, key_vector, values, rotation, arrivals, items, outputs } => {
                 let (kernel, rotated) = arrivals.parts();
                 let variant = rows.put(work.put(Variant::new(&SHADERS, kernel))).with_f16().with_matrices();
+                let variant = variant.constant("SCORE_ROW", rows.score_row(*arrivals));
                 let variant = variant.constant("MAX_TILES", super::specialisation::MAX_RUN_TILES);
                 let variant = outputs.put(put_run_codes(variant, [*keys, *values], *key_vector));
                 let variant = items.put(variant);

@@ -38,8 +38,10 @@ enable wgpu_cooperative_matrix;
 // of weights, of which the largest is at least 2^START_WEIGHT at the time, or 1.
 //
 // gives: SCORE_ROW, scores, row_weights, share, store_keys, store_values
+// set by plans: SCORE_ROW
 
-// A row of scores in workgroup memory, in vectors of four.
+// A row of scores in workgroup memory, in vectors of four: 6 or 5. With 6, products of a block are stored without
+// conflicts of banks.
 const SCORE_ROW: u32 = 5u;
 
 // [step][token][channel], [channel][token], [row][token], [row][token]. Nothing follows the last row.
@@ -907,10 +909,10 @@ fn write_outputs(sums: ptr<function, array<Sums, ROW_BLOCKS * STEPS>>, item: Wor
 
 // In workgroup memory of their own. Nothing follows the last row of scores.
 //
-// needs: ROWS, SCORE_ROW
+// needs: ROWS, ROW_SCORES, SCORE_ROW
 // gives: SCORES, factors, keep_factor, kept_factor
 
-const SCORES: u32 = ROWS * SCORE_ROW - 1u;
+const SCORES: u32 = ROWS * SCORE_ROW - (SCORE_ROW - ROW_SCORES);
 
 var<workgroup> factors: array<f32, ROWS>;
 
