@@ -10,8 +10,8 @@
 // -------- groups --------
 
 // Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
-// the product of the block's largest p and largest s. The rounding error of the integers multiplies only the middle of
-// the codes, c̄ = (2^bits - 1) / 2:
+// the largest such product of the block. The largest s alone may be that of a token without weight. The rounding error
+// of the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
@@ -26,10 +26,13 @@
 
 // (2^bits - 1) / 2.
 const VALUE_CENTRE: f32 = 7.5f;
-// Maxima of a block: of the scores of every head, and of the scales of every group.
-const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
+// Maxima of a block: of the scores of every head, and, for every group and head, of the exponents of p s.
+const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS * HEADS;
+// The least scale that counts. If every scale of a block is 0, all weights are 0.
+const LEAST_SCALE: f32 = 1e-30f;
 
-// exp2(block's maximum - running maximum).
+// The block's maximum, and exp2 of that relative to the running maximum.
+var<private> largest_scores: array<f32, HEADS>;
 var<private> block_units: array<f32, HEADS>;
 
 fn begin_value_ranges(invocation: u32) {
@@ -39,7 +42,16 @@ fn begin_value_ranges(invocation: u32) {
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        enter_block_max(HEADS + group, largest_group_scale(group), parity, team, lane);
+        let scales = log2(max(group_scales(group), vec4<f32>(LEAST_SCALE)));
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let at = head * LANE_TOKENS;
+            let own = max(
+                max(token_scores[at] + scales.x, token_scores[at + 1u] + scales.y),
+                max(token_scores[at + 2u] + scales.z, token_scores[at + 3u] + scales.w),
+            );
+            enter_block_max((group + 1u) * HEADS + head, own, parity, team, lane);
+        }
     }
 }
 
@@ -53,6 +65,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
         token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
         sum += token_scores[head * LANE_TOKENS + i];
     }
+    largest_scores[head] = largest;
     block_units[head] = exp2(largest - new_max);
     return sum * block_units[head];
 }
@@ -60,18 +73,18 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        let largest = block_max(HEADS + group, parity, team, lane);
         let scales = group_scales(group);
-        // If every scale of the block is 0, all weights are 0.
-        let integers = scales * (255f / max(largest, 1e-30f));
         let centres = group_minima(group) + VALUE_CENTRE * scales;
-        let unit = largest * LARGEST_WEIGHT_UNIT;
         // unroll
         for (var head = 0u; head < HEADS; head++) {
+            let largest = exp2(block_max((group + 1u) * HEADS + head, parity, team, lane) - largest_scores[head]);
+            let unit = largest * LARGEST_WEIGHT_UNIT;
+            let integers = scales * (255f / largest);
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
             // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
             // Adding 181 wraps it around.
-            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
+            let weights = min(p * integers, vec4<f32>(255f));
+            let rounded = bitcast<vec4<u32>>(weights + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
             let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
             let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;

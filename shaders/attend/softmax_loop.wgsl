@@ -11,9 +11,10 @@
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // import common/ordered.wgsl#ordered
+// import common/ordered.wgsl#larger
 // import workgroup_max = attend/workgroup_max.wgsl
 // import logits = attend/logits.wgsl
 // import values = attend/values.wgsl#dot
@@ -51,10 +52,6 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         atomicStore(&step_maxima[invocation], 0u);
         running_maxima[invocation] = LOWEST;
     }
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        weight_sum[head] = 0f;
-    }
     begin_values(invocation);
     workgroupBarrier();
     begin_keys(tiles, team, lane);
@@ -62,6 +59,9 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     var parity = 0u;
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
+        if (first == 0u) {
+            keep_nan();
+        }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
@@ -101,6 +101,17 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     last_parity = parity;
     write_states(item, y, team, lane, invocation);
     merge_item(item, y, invocation);
+}
+
+// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
+// maxima may lose it.
+fn keep_nan() {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let at = head * LANE_TOKENS;
+        let sum = token_scores[at] + token_scores[at + 1u] + token_scores[at + 2u] + token_scores[at + 3u];
+        weight_sum[head] = select(0f, sum, is_nan(sum));
+    }
 }
 
 fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
@@ -158,6 +169,8 @@ fn finish_sums(invocation: u32) {
 // Writes the log-sum-exp of a head, whose weights sum up to `total`.
 fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     if (invocation == 0u) {
-        write_state_lse(item, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+        // `log2` of NaN is a number on some devices.
+        let lse = (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2;
+        write_state_lse(item, y, head, select(lse, total, is_nan(total)));
     }
 }

@@ -6,7 +6,7 @@
 //   fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32
 //     the output of a channel, of the mean that the integers give and the sum of weights
 //
-// gives: begin_value_ranges, take_value_ranges, ranged_weight, largest_value_scale, enter_weights, enter_value_tile,
+// gives: begin_value_ranges, take_value_ranges, ranged_weight, largest_ranged_weight, enter_weights, enter_value_tile,
 //   leave_value_tile, enter_block, channel_scale, finish_value_ranges
 
 // Called before the first step.
@@ -15,14 +15,14 @@ fn begin_value_ranges(invocation: u32) {}
 // Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
-// the largest scale.
-fn ranged_weight(weight: f32, i: u32) -> f32 {
+// The weight of token `i` of the lane for a head, relative to the largest weight of a step, times its scale: relative to
+// the largest such product.
+fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
     return weight;
 }
 
-// The largest scale of the step.
-fn largest_value_scale() -> f32 {
+// That product.
+fn largest_ranged_weight(head: u32) -> f32 {
     return 1f;
 }
 
@@ -98,7 +98,7 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
 //   weight_sum
 // gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
-//   group_minima, largest_group_scale, finish_value_ranges, ranged_output
+//   group_minima, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
 
 // Scale and minimum in f16: [tile][group of channels][token].
@@ -159,11 +159,6 @@ fn group_minima(group: u32) -> vec4<f32> {
         unpack2x16float(value_range[group * LANE_TOKENS + 2u]).y,
         unpack2x16float(value_range[group * LANE_TOKENS + 3u]).y,
     );
-}
-
-fn largest_group_scale(group: u32) -> f32 {
-    let scales = group_scales(group);
-    return max(max(scales.x, scales.y), max(scales.z, scales.w));
 }
 
 fn finish_value_ranges(invocation: u32) {
@@ -266,13 +261,14 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // -------- token --------
 
 // One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale
-// is multiplied into the weight before it becomes an integer, relative to the step's largest scale. The rest, p (m +
-// 2^(bits-1) s), is one sum per head.
+// is multiplied into the weight before it becomes an integer, relative to the step's largest product of both. The largest
+// scale alone may be that of a token without weight, beside which all others become 0. The rest, p (m + 2^(bits-1) s),
+// is one sum per head.
 //
-// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enters, finish_sums, largest_to_enter, rescale_acc,
-//   rescale_step, sum_parts, weight_sum, weights
+// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enters, finish_sums, from_ordered, largest_to_enter, ordered,
+//   rescale_acc, rescale_step, step_maxima, sum_parts, token_scores, weight_sum, weights
 // gives: begin_value_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_value_ranges,
-//   take_value_ranges, ranged_weight, largest_value_scale, finish_value_ranges, ranged_output
+//   take_value_ranges, ranged_weight, largest_ranged_weight, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
 // set by plans: VALUE_MIDDLE, VALUE_UNIT
 
@@ -282,19 +278,23 @@ const VALUE_MIDDLE: f32 = 8f;
 // The unit of a codebook's levels; 1 for affine codes.
 const VALUE_UNIT: f32 = 1f;
 
-// Largest scale of the step, as bits: scales are not negative, so their bits are ordered. Two slots as for maxima.
-var<workgroup> largest_scales: array<atomic<u32>, 2>;
+// The least scale that counts. If every scale of the step is 0, all weights are 0.
+const LEAST_SCALE: f32 = 1e-30f;
+
+// Largest exponent of weight times scale of the step, by head: two sets, as those of maxima.
+var<workgroup> largest_exponents: array<atomic<u32>, 2u * HEADS>;
 
 var<private> value_range: array<vec2<f32>, LANE_TOKENS>;
-var<private> largest_scale: f32;
+// Weight times scale: [head].
+var<private> largest_product: array<f32, HEADS>;
 var<private> min_sum: array<f32, HEADS>;
 var<private> min_total: array<f32, HEADS>;
 
 fn begin_value_ranges(invocation: u32) {
-    atomicStore(&largest_scales[0], 0u);
-    atomicStore(&largest_scales[1], 0u);
     // unroll
     for (var head = 0u; head < HEADS; head++) {
+        atomicStore(&largest_exponents[head], 0u);
+        atomicStore(&largest_exponents[HEADS + head], 0u);
         min_sum[head] = 0f;
     }
 }
@@ -319,18 +319,31 @@ fn skip_value_range(i: u32) {
 }
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
-    let own = max(max(value_range[0].x, value_range[1].x), max(value_range[2].x, value_range[3].x));
-    let entered = largest_to_enter(bitcast<u32>(own));
-    if (enters()) {
-        atomicMax(&largest_scales[parity], entered);
+    var scales: array<f32, LANE_TOKENS>;
+    // unroll
+    for (var i = 0u; i < LANE_TOKENS; i++) {
+        scales[i] = log2(max(value_range[i].x, LEAST_SCALE));
+    }
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let at = head * LANE_TOKENS;
+        let own = max(
+            max(token_scores[at] + scales[0], token_scores[at + 1u] + scales[1]),
+            max(token_scores[at + 2u] + scales[2], token_scores[at + 3u] + scales[3]),
+        );
+        let entered = largest_to_enter(ordered(own));
+        if (enters()) {
+            atomicMax(&largest_exponents[parity * HEADS + head], entered);
+        }
     }
 }
 
 fn take_value_ranges(parity: u32) {
-    largest_scale = bitcast<f32>(atomicLoad(&largest_scales[parity]));
-    atomicStore(&largest_scales[1u - parity], 0u);
     // unroll
     for (var head = 0u; head < HEADS; head++) {
+        let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
+        largest_product[head] = exp2(from_ordered(atomicLoad(&largest_exponents[parity * HEADS + head])) - step_max);
+        atomicStore(&largest_exponents[(1u - parity) * HEADS + head], 0u);
         var sum = 0f;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
@@ -340,13 +353,12 @@ fn take_value_ranges(parity: u32) {
     }
 }
 
-fn ranged_weight(weight: f32, i: u32) -> f32 {
-    // If every scale of the step is 0, all weights are 0.
-    return weight * min(value_range[i].x / max(largest_scale, 1e-30f), 1f);
+fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
+    return min(weight * value_range[i].x / largest_product[head], 1f);
 }
 
-fn largest_value_scale() -> f32 {
-    return largest_scale;
+fn largest_ranged_weight(head: u32) -> f32 {
+    return largest_product[head];
 }
 
 fn finish_value_ranges(invocation: u32) {

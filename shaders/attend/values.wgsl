@@ -225,7 +225,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) * LARGEST_WEIGHT + dither[i]);
         }
         // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
@@ -290,7 +290,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             let at = head * CHANNELS + k;
             // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
             let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            let unit = rescale_step[head] * WEIGHT_UNIT * largest_value_scale();
+            let unit = rescale_step[head] * WEIGHT_UNIT * largest_ranged_weight(head);
             sums[at] = sums[at] * rescale_acc[head] + f32(sum) * unit;
         }
     }
@@ -324,6 +324,9 @@ const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
+// The largest weight. As halves, those of 1 would be 0 from 2^-25 on, and inexact from 2^-14 on.
+const LARGEST_WEIGHT: f32 = 16384f;
+
 // [head][tile of the step][field group]
 var<workgroup> step_weights: array<Weights, HEADS * TILE_TOKENS>;
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
@@ -346,7 +349,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let w = vec4<f32>(weights[head * 4u], weights[head * 4u + 1u], weights[head * 4u + 2u], weights[head * 4u + 3u]);
-        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * rescale_step[head]);
+        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * (rescale_step[head] * LARGEST_WEIGHT));
     }
 }
 
@@ -416,7 +419,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
             for (var block = 0u; block < TILE_BLOCKS; block++) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
-            put_output(item, y, head, channel, sum / total);
+            put_output(item, y, head, channel, sum / (total * LARGEST_WEIGHT));
         }
         finish_output(item, y, head, invocation);
         write_lse(item, y, head, total, invocation);

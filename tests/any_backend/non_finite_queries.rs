@@ -1,8 +1,8 @@
 //! Queries that hold NaN or infinities: the outputs of their heads are NaN, those of other heads what they were.
 
 use kvpack::backend::{Backend, QueryPrecision};
-use kvpack::cache::{KvCache, ModelRecipe, Recipe};
-use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Scoring};
+use kvpack::cache::{KvCache, ModelRecipe, PromptSpan, Recipe};
+use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Scoring, TokenRange};
 use kvpack::policy::{HeadAggregation, Policy, ScoreRule};
 use kvpack::{AttentionShape, Bits, Calibration, Error};
 use pollster::block_on;
@@ -14,6 +14,7 @@ const HEADS: [usize; 2] = [8, 2];
 const HEAD_DIM: usize = 64;
 /// More than two tiles, the last one not full.
 const TOKENS: usize = 300;
+const FEW_TOKENS: usize = 70;
 /// The spoilt heads, and what is in them.
 const SPOILT: [(usize, f32); 3] = [(1, f32::NAN), (4, f32::INFINITY), (6, f32::NEG_INFINITY)];
 
@@ -39,14 +40,17 @@ pub fn check<B: Backend + Clone>(backend: &B, wanted: impl Fn(&str) -> bool) {
     let shape = AttentionShape::new(HEADS[0], HEADS[1], HEAD_DIM).unwrap();
     let recipes: Vec<_> = recipes(&shape).into_iter().filter(|(name, _)| wanted(name)).collect();
     assert!(!recipes.is_empty());
-    let sides = [false, true];
-    for ((name, recipe), one_sided) in recipes.into_iter().flat_map(|recipe| sides.map(|side| (recipe.clone(), side))) {
-        let name = if one_sided { format!("{name}, one-sided") } else { name };
+    // Tokens and whether keys are one-sided. Of the few tokens each invocation has some that do not exist.
+    let cases = [(TOKENS, false), (TOKENS, true), (FEW_TOKENS, false)];
+    for ((name, recipe), (tokens, one_sided)) in recipes.into_iter().flat_map(|of| cases.map(|case| (of.clone(), case)))
+    {
+        let side = if one_sided { ", one-sided" } else { "" };
+        let name = format!("{name}{side}, {tokens} tokens");
         let mut cache = KvCache::new(backend.clone(), shape, 1, recipe).unwrap();
-        let rows = RowLayout::token_major(TOKENS, &shape);
+        let rows = RowLayout::token_major(tokens, &shape);
         let wave = |rate: f32, count: usize| (0..count).map(|i| (i as f32 * rate).sin()).collect::<Vec<f32>>();
         let upload = |elements: &[f32]| block_on(backend.upload(elements.into())).unwrap();
-        let elements = TOKENS * HEADS[1] * HEAD_DIM;
+        let elements = tokens * HEADS[1] * HEAD_DIM;
         let (mut keys, values) = (wave(0.37, elements), upload(&wave(0.53, elements)));
         if one_sided {
             for (head, value) in SPOILT {
@@ -60,8 +64,13 @@ pub fn check<B: Backend + Clone>(backend: &B, wanted: impl Fn(&str) -> bool) {
             }
         }
         let keys = upload(&keys);
-        block_on(cache.extend(0, rows, &keys, &values)).unwrap();
-        block_on(cache.pack_windows(0)).unwrap();
+        if tokens == FEW_TOKENS && cache.recipe().stores().len() > 1 {
+            let all = [PromptSpan::packed(TokenRange::new(0, tokens).unwrap())];
+            block_on(cache.prefill(0, rows, &keys, &values, &all)).unwrap();
+        } else {
+            block_on(cache.extend(0, rows, &keys, &values)).unwrap();
+            block_on(cache.pack_windows(0)).unwrap();
+        }
 
         let sound = wave(0.71, HEADS[0] * HEAD_DIM);
         let mut spoilt = sound.clone();
@@ -84,8 +93,10 @@ pub fn check<B: Backend + Clone>(backend: &B, wanted: impl Fn(&str) -> bool) {
                 None => assert_eq!(output, expected, "{name}, head {head} beside spoilt ones"),
             }
         }
-        if ["f16", "int8"].iter().any(|of| name.starts_with(of)) {
-            check_states(&cache, &name);
+        if ["f16", "int8", "calibquant:4", "saw", "kivi:4", "turboquant:4"].iter().any(|of| name.starts_with(of)) {
+            for queries in [8, 64.min(tokens)] {
+                check_states(&cache, &format!("{name}, {queries} queries"), queries);
+            }
         }
     }
 }
@@ -107,20 +118,19 @@ pub fn check_policies<B: Backend + Clone>(backend: &B) {
     }
 }
 
-/// Queries of a prompt, which have kernels of their own, and their states: those of spoilt heads weigh where parts are
-/// merged.
-fn check_states<B: Backend + Clone>(cache: &KvCache<B>, name: &str) {
-    const ROWS: usize = 64;
+/// Queries of drafts and prompts, which have kernels of their own, and their states: those of spoilt heads weigh where
+/// parts are merged.
+fn check_states<B: Backend + Clone>(cache: &KvCache<B>, name: &str, rows: usize) {
     let (backend, shape) = (cache.backend(), cache.shape());
-    let mut queries: Vec<f32> = (0..ROWS * HEADS[0] * HEAD_DIM).map(|i| (i as f32 * 0.71).sin()).collect();
+    let mut queries: Vec<f32> = (0..rows * HEADS[0] * HEAD_DIM).map(|i| (i as f32 * 0.71).sin()).collect();
     let spoilt = |row: usize, head: usize| row % 7 == 3 && SPOILT.iter().any(|(of, _)| *of == head);
-    for (row, (head, value)) in (0..ROWS).flat_map(|row| SPOILT.map(|spoilt| (row, spoilt))) {
+    for (row, (head, value)) in (0..rows).flat_map(|row| SPOILT.map(|spoilt| (row, spoilt))) {
         if spoilt(row, head) {
             queries[(row * HEADS[0] + head) * HEAD_DIM + 7] = value;
         }
     }
     let queries = block_on(backend.upload(queries.as_slice().into())).unwrap();
-    let states = block_on(cache.attend_states(&[QueryRun::causal(0, ROWS)], &queries)).unwrap();
+    let states = block_on(cache.attend_states(&[QueryRun::causal(0, rows)], &queries)).unwrap();
     let merged = block_on(backend.merge(shape, &states, &states)).unwrap();
     for (states, what) in [(&states, "states"), (&merged, "merged states")] {
         let outputs = block_on(backend.download(&states.outputs)).unwrap();

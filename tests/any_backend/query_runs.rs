@@ -22,6 +22,8 @@ pub struct Runs {
     pub runs: Vec<QueryRun>,
     /// Pages of a shard, so that spans lie in several.
     pub shard_pages: u32,
+    /// The rows of a sequence, by its tokens and a seed.
+    pub rows: fn(AttentionShape, usize, u64) -> Rows,
 }
 
 /// A stored span.
@@ -90,7 +92,7 @@ impl Runs {
             .sequences
             .iter()
             .enumerate()
-            .map(|(i, spans)| Rows::new(self.shape, spans.iter().map(|span| span.1).sum(), i as u64 + 1))
+            .map(|(i, spans)| (self.rows)(self.shape, spans.iter().map(|span| span.1).sum(), i as u64 + 1))
             .collect();
         let tensors: Vec<_> = rows
             .iter()
@@ -252,6 +254,7 @@ pub fn cases(longest: usize) -> Vec<Runs> {
             sequences: ragged.clone(),
             runs: runs.clone(),
             shard_pages: 2,
+            rows: Rows::new,
         });
     }
     for format in [kivi, SegmentFormat::saw_int4(), SegmentFormat::turboquant(Bits::Three, 64)] {
@@ -261,6 +264,7 @@ pub fn cases(longest: usize) -> Vec<Runs> {
             sequences: ragged.clone(),
             runs: vec![QueryRun::causal(2, longest.min(128)), QueryRun::causal(0, 2), all(1, 5)],
             shard_pages: 9,
+            rows: Rows::new,
         });
     }
     for (bits, head_dim) in [(Bits::Four, 128), (Bits::Two, 64), (Bits::One, 128)] {
@@ -270,6 +274,7 @@ pub fn cases(longest: usize) -> Vec<Runs> {
             sequences: ragged.clone(),
             runs: vec![QueryRun::causal(2, longest.min(60)), QueryRun::causal(0, 9), all(1, 3)],
             shard_pages: 5,
+            rows: Rows::new,
         });
     }
     // Three and four stores, a query of each sequence; and many queries that see all.
@@ -282,6 +287,7 @@ pub fn cases(longest: usize) -> Vec<Runs> {
             sequences: vec![spans(0), spans(1)],
             runs: vec![QueryRun::decode(0), all(1, 6)],
             shard_pages: 3,
+            rows: Rows::new,
         });
     }
     // Calibrated scores: every query has extremes of its own, over what it sees.
@@ -292,6 +298,7 @@ pub fn cases(longest: usize) -> Vec<Runs> {
         sequences: vec![vec![(0, 20), (1, 300), (1, 140), (0, 5)]],
         runs: vec![QueryRun::causal(0, longest.min(130))],
         shard_pages: 4,
+        rows: Rows::new,
     });
     // Windows that begin within a tile, with several queries of one query head and one of four.
     for (query_heads, left) in [(2, 200), (8, 70)] {
@@ -302,7 +309,34 @@ pub fn cases(longest: usize) -> Vec<Runs> {
             sequences: ragged.clone(),
             runs: vec![window(0, longest, left), QueryRun::decode(1), window(2, 7, 9)],
             shard_pages: 2,
+            rows: Rows::new,
         });
     }
     cases
+}
+
+/// Causal runs over packed tokens, one of whose values are far above all others ([`Rows::with_outliers`]). Several
+/// query heads have one KV head.
+pub fn outliers(format: SegmentFormat, queries: usize, tokens: usize) -> Runs {
+    with_rows(format, queries, (tokens, Rows::with_outliers))
+}
+
+/// The same beside a sink without values ([`Rows::with_empty_sink`]), in one item.
+pub fn empty_sink(format: SegmentFormat, queries: usize) -> Runs {
+    with_rows(format, queries, (500, Rows::with_empty_sink))
+}
+
+fn with_rows(
+    format: SegmentFormat,
+    queries: usize,
+    (tokens, rows): (usize, fn(AttentionShape, usize, u64) -> Rows),
+) -> Runs {
+    Runs {
+        shape: AttentionShape::new(4, 1, 128).unwrap(),
+        stores: vec![(format, None)],
+        sequences: vec![vec![(0, tokens)]],
+        runs: vec![QueryRun::causal(0, queries)],
+        shard_pages: 200,
+        rows,
+    }
 }

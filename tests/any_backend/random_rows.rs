@@ -1,6 +1,7 @@
 //! Random keys, values and queries that look like real ones: outlier channels, a constant channel, a sink token.
 
 use kvpack::AttentionShape;
+use kvpack::format::TILE_TOKENS;
 use kvpack::plan::RowLayout;
 
 /// A small deterministic generator (xorshift).
@@ -64,6 +65,46 @@ impl Rows {
         query.chunks_exact_mut(head_dim).for_each(|query| query[0] = 2.0);
         keys.chunks_exact_mut(tokens * head_dim).for_each(|head| head[0] += 7.0 * (head_dim as f32).sqrt());
         Self { shape, tokens, keys, values, query }
+    }
+
+    /// Values far above the others where nothing is seen of them, next to the token with the largest score: 2^-13 of its
+    /// weight is that of each other token, and 16,384 of those weigh more than it. Whoever scales weights by the largest
+    /// value of a tile rounds the others to zero.
+    pub fn with_outliers(shape: AttentionShape, tokens: usize, seed: u64) -> Self {
+        const OUTLIER: usize = 3 * TILE_TOKENS;
+        const LARGEST: usize = OUTLIER + 8;
+        let mut random = Random::new(seed);
+        let head_dim = shape.head_dim();
+        // What a query of 2 in channel 0 turns into a score of 1 in powers of two.
+        let one = (head_dim as f32).sqrt() / 2.0 / std::f32::consts::LOG2_E;
+        let mut keys = vec![0.0; shape.kv_heads() * tokens * head_dim];
+        for (row, key) in keys.chunks_exact_mut(head_dim).enumerate() {
+            key[0] = match row % tokens {
+                OUTLIER => -40.0 * one,
+                LARGEST => 0.0,
+                _ => -13.1 * one,
+            };
+        }
+        let values = (0..keys.len()).map(|i| match i / head_dim % tokens {
+            OUTLIER => 3e4 * random.unit().signum(),
+            LARGEST => random.unit(),
+            _ => 0.125 + 0.0625 * random.unit(),
+        });
+        Self { shape, tokens, values: values.collect(), query: vec![0.0; shape.query_heads() * head_dim], keys }
+    }
+
+    /// A sink without values: token 0, 17 nats above all others. Their weights are what the output is made of.
+    pub fn with_empty_sink(shape: AttentionShape, tokens: usize, seed: u64) -> Self {
+        const NATS: f32 = 17.0;
+        let mut rows = Self::new(shape, tokens, seed);
+        let head_dim = shape.head_dim();
+        rows.keys.fill(0.0);
+        for head in 0..shape.kv_heads() {
+            let first = head * tokens * head_dim;
+            rows.keys[first] = NATS / 2.0 * (head_dim as f32).sqrt();
+            rows.values[first..first + head_dim].fill(0.0);
+        }
+        rows
     }
 
     pub fn layout(&self) -> RowLayout {

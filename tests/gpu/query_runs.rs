@@ -1,6 +1,7 @@
 //! Runs of queries through wgpu.
 
 use kvpack::backend::{AttendOptions, QueryPrecision};
+use kvpack::{Bits, SegmentFormat};
 
 use crate::gpu_device;
 use any_backend::query_runs;
@@ -35,4 +36,19 @@ fn bytes_of_queries_serve_blocks_too() {
     for case in query_runs::cases(20).into_iter().take(2) {
         case.check(&backend, options, 1e-3);
     }
+}
+
+/// Weights are halves, or integers: of tokens next to an outlier without weight, and to a sink without values.
+#[test]
+fn outliers_and_sinks_take_no_bits_of_weights() {
+    let backend = gpu_device::shared();
+    let options = |query| AttendOptions { query, ..AttendOptions::default() };
+    for format in [SegmentFormat::F16, SegmentFormat::saw_int4(), SegmentFormat::kivi(Bits::Four)] {
+        for queries in [1, 8] {
+            query_runs::outliers(format, queries, 600).check(&backend, options(QueryPrecision::Int16), 1e-4);
+            query_runs::empty_sink(format, queries).check(&backend, options(QueryPrecision::Int16), 1e-5);
+        }
+    }
+    // Weights of a byte.
+    query_runs::outliers(SegmentFormat::kivi(Bits::Four), 1, 600).check(&backend, options(QueryPrecision::Int8), 1e-3);
 }

@@ -128,7 +128,7 @@ impl Specialisation<'_> {
         };
         let weights = |groups: usize| {
             let bytes = heads * STEP_TILES * (8 * 16 + WEIGHT_BLOCKS * 4);
-            let maxima = STEP_TILES * WEIGHT_BLOCKS * 2 * 4;
+            let maxima = heads * STEP_TILES * WEIGHT_BLOCKS * 2 * 4;
             // Groups lie in banks of their own, and have common sums for their outputs.
             (groups - 1) * bytes + groups * (maxima + groups / 2 * 16 + heads * 4)
         };

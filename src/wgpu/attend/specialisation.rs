@@ -185,7 +185,8 @@ impl Specialisation<'_> {
         };
         let split = self.channel_split(heads);
         let block_sums = STEP_TILES * 32 * split.channels * 4;
-        let maxima = 4 * heads * 4 + 8;
+        // Of scores, and of their sums with the exponents of scales of tokens.
+        let maxima = (4 + 2) * heads * 4;
         let last = heads * 4;
         let ranges = if self.format.value.has_span_ranges() { self.shape.head_dim() * 8 } else { 0 };
         let rotated = self.format.value.rotation().map_or(0, |_| self.shape.head_dim() * 4);

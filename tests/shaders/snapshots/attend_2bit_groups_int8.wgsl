@@ -584,7 +584,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl#infinities #ordered
+// shaders/common/ordered.wgsl#infinities #ordered #larger
 // ----------------------------------------------------------------------------------------------------
 
 // NaN in place of infinities. All scores of an infinite query may be minus infinity, as if it saw no token.
@@ -608,6 +608,18 @@ fn ordered(x: f32) -> u32 {
 
 fn from_ordered(bits: u32) -> f32 {
     return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
+
+// The larger of two numbers, or NaN if one is: `max` may drop NaN.
+//
+// gives: is_nan, larger
+
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+fn larger(a: f32, b: f32) -> f32 {
+    return select(a, b, b > a || is_nan(b));
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -741,7 +753,7 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -775,10 +787,6 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         atomicStore(&step_maxima[invocation], 0u);
         running_maxima[invocation] = LOWEST;
     }
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        weight_sum[head] = 0f;
-    }
     begin_values(invocation);
     workgroupBarrier();
     begin_keys(tiles, team, lane);
@@ -786,6 +794,9 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     var parity = 0u;
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
+        if (first == 0u) {
+            keep_nan();
+        }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
@@ -825,6 +836,17 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     last_parity = parity;
     write_states(item, y, team, lane, invocation);
     merge_item(item, y, invocation);
+}
+
+// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
+// maxima may lose it.
+fn keep_nan() {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let at = head * LANE_TOKENS;
+        let sum = token_scores[at] + token_scores[at + 1u] + token_scores[at + 2u] + token_scores[at + 3u];
+        weight_sum[head] = select(0f, sum, is_nan(sum));
+    }
 }
 
 fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
@@ -882,7 +904,9 @@ fn finish_sums(invocation: u32) {
 // Writes the log-sum-exp of a head, whose weights sum up to `total`.
 fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     if (invocation == 0u) {
-        write_state_lse(item, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+        // `log2` of NaN is a number on some devices.
+        let lse = (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2;
+        write_state_lse(item, y, head, select(lse, total, is_nan(total)));
     }
 }
 
@@ -1181,8 +1205,8 @@ fn value_place(group: u32) -> vec2<u32> {
 // ----------------------------------------------------------------------------------------------------
 
 // Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
-// the product of the block's largest p and largest s. The rounding error of the integers multiplies only the middle of
-// the codes, c̄ = (2^bits - 1) / 2:
+// the largest such product of the block. The largest s alone may be that of a token without weight. The rounding error
+// of the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
@@ -1194,10 +1218,13 @@ fn value_place(group: u32) -> vec2<u32> {
 
 // (2^bits - 1) / 2.
 const VALUE_CENTRE: f32 = 1.5f;
-// Maxima of a block: of the scores of every head, and of the scales of every group.
-const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
+// Maxima of a block: of the scores of every head, and, for every group and head, of the exponents of p s.
+const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS * HEADS;
+// The least scale that counts. If every scale of a block is 0, all weights are 0.
+const LEAST_SCALE: f32 = 1e-30f;
 
-// exp2(block's maximum - running maximum).
+// The block's maximum, and exp2 of that relative to the running maximum.
+var<private> largest_scores: array<f32, HEADS>;
 var<private> block_units: array<f32, HEADS>;
 
 fn begin_value_ranges(invocation: u32) {
@@ -1207,7 +1234,16 @@ fn begin_value_ranges(invocation: u32) {
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        enter_block_max(HEADS + group, largest_group_scale(group), parity, team, lane);
+        let scales = log2(max(group_scales(group), vec4<f32>(LEAST_SCALE)));
+        // unroll
+        for (var head = 0u; head < HEADS; head++) {
+            let at = head * LANE_TOKENS;
+            let own = max(
+                max(token_scores[at] + scales.x, token_scores[at + 1u] + scales.y),
+                max(token_scores[at + 2u] + scales.z, token_scores[at + 3u] + scales.w),
+            );
+            enter_block_max((group + 1u) * HEADS + head, own, parity, team, lane);
+        }
     }
 }
 
@@ -1221,6 +1257,7 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
         token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
         sum += token_scores[head * LANE_TOKENS + i];
     }
+    largest_scores[head] = largest;
     block_units[head] = exp2(largest - new_max);
     return sum * block_units[head];
 }
@@ -1228,18 +1265,18 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
 fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        let largest = block_max(HEADS + group, parity, team, lane);
         let scales = group_scales(group);
-        // If every scale of the block is 0, all weights are 0.
-        let integers = scales * (255f / max(largest, 1e-30f));
         let centres = group_minima(group) + VALUE_CENTRE * scales;
-        let unit = largest * LARGEST_WEIGHT_UNIT;
         // unroll
         for (var head = 0u; head < HEADS; head++) {
+            let largest = exp2(block_max((group + 1u) * HEADS + head, parity, team, lane) - largest_scores[head]);
+            let unit = largest * LARGEST_WEIGHT_UNIT;
+            let integers = scales * (255f / largest);
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
             // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
             // Adding 181 wraps it around.
-            let rounded = bitcast<vec4<u32>>(p * integers + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
+            let weights = min(p * integers, vec4<f32>(255f));
+            let rounded = bitcast<vec4<u32>>(weights + vec4<f32>(8388608f, 8388608f, 8388608f, 8388789f));
             let bytes = rounded.x + (rounded.y << 8u) + (rounded.z << 16u) + (rounded.w << 24u);
             store_bytes(group, head, team, lane, bytes, unit * block_units[head]);
             let sum = bitcast<f32>(dot4U8Packed(bytes, 0x01010101u) + TWO_TO_23) - 8388608f;
@@ -1287,7 +1324,7 @@ fn begin_block_maxima(invocation: u32) {}
 // needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
 //   weight_sum
 // gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
-//   group_minima, largest_group_scale, finish_value_ranges, ranged_output
+//   group_minima, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
 
 // Scale and minimum in f16: [tile][group of channels][token].
@@ -1348,11 +1385,6 @@ fn group_minima(group: u32) -> vec4<f32> {
         unpack2x16float(value_range[group * LANE_TOKENS + 2u]).y,
         unpack2x16float(value_range[group * LANE_TOKENS + 3u]).y,
     );
-}
-
-fn largest_group_scale(group: u32) -> f32 {
-    let scales = group_scales(group);
-    return max(max(scales.x, scales.y), max(scales.z, scales.w));
 }
 
 fn finish_value_ranges(invocation: u32) {

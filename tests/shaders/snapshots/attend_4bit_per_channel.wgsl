@@ -426,7 +426,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl#infinities #ordered
+// shaders/common/ordered.wgsl#infinities #ordered #larger
 // ----------------------------------------------------------------------------------------------------
 
 // NaN in place of infinities. All scores of an infinite query may be minus infinity, as if it saw no token.
@@ -450,6 +450,18 @@ fn ordered(x: f32) -> u32 {
 
 fn from_ordered(bits: u32) -> f32 {
     return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
+}
+
+// The larger of two numbers, or NaN if one is: `max` may drop NaN.
+//
+// gives: is_nan, larger
+
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+fn larger(a: f32, b: f32) -> f32 {
+    return select(a, b, b > a || is_nan(b));
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -579,7 +591,7 @@ fn totals_entered() {}
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -613,10 +625,6 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         atomicStore(&step_maxima[invocation], 0u);
         running_maxima[invocation] = LOWEST;
     }
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        weight_sum[head] = 0f;
-    }
     begin_values(invocation);
     workgroupBarrier();
     begin_keys(tiles, team, lane);
@@ -624,6 +632,9 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     var parity = 0u;
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
+        if (first == 0u) {
+            keep_nan();
+        }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
@@ -663,6 +674,17 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     last_parity = parity;
     write_states(item, y, team, lane, invocation);
     merge_item(item, y, invocation);
+}
+
+// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
+// maxima may lose it.
+fn keep_nan() {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let at = head * LANE_TOKENS;
+        let sum = token_scores[at] + token_scores[at + 1u] + token_scores[at + 2u] + token_scores[at + 3u];
+        weight_sum[head] = select(0f, sum, is_nan(sum));
+    }
 }
 
 fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
@@ -720,7 +742,9 @@ fn finish_sums(invocation: u32) {
 // Writes the log-sum-exp of a head, whose weights sum up to `total`.
 fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     if (invocation == 0u) {
-        write_state_lse(item, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+        // `log2` of NaN is a number on some devices.
+        let lse = (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2;
+        write_state_lse(item, y, head, select(lse, total, is_nan(total)));
     }
 }
 
@@ -795,7 +819,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) * LARGEST_WEIGHT + dither[i]);
         }
         // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
@@ -860,7 +884,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             let at = head * CHANNELS + k;
             // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
             let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            let unit = rescale_step[head] * WEIGHT_UNIT * largest_value_scale();
+            let unit = rescale_step[head] * WEIGHT_UNIT * largest_ranged_weight(head);
             sums[at] = sums[at] * rescale_acc[head] + f32(sum) * unit;
         }
     }
@@ -1065,14 +1089,14 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The weight of token `i` of the lane, relative to the largest weight of a step, times its scale relative to
-// the largest scale.
-fn ranged_weight(weight: f32, i: u32) -> f32 {
+// The weight of token `i` of the lane for a head, relative to the largest weight of a step, times its scale: relative to
+// the largest such product.
+fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
     return weight;
 }
 
-// The largest scale of the step.
-fn largest_value_scale() -> f32 {
+// That product.
+fn largest_ranged_weight(head: u32) -> f32 {
     return 1f;
 }
 

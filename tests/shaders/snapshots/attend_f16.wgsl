@@ -377,7 +377,7 @@ fn input_at(index: u32) -> u32 {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// shaders/common/ordered.wgsl#infinities #ordered
+// shaders/common/ordered.wgsl#infinities #ordered #larger
 // ----------------------------------------------------------------------------------------------------
 
 // NaN in place of infinities. All scores of an infinite query may be minus infinity, as if it saw no token.
@@ -403,6 +403,18 @@ fn from_ordered(bits: u32) -> f32 {
     return bitcast<f32>(select(~bits, bits ^ 0x80000000u, bits >= 0x80000000u));
 }
 
+// The larger of two numbers, or NaN if one is: `max` may drop NaN.
+//
+// gives: is_nan, larger
+
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+fn larger(a: f32, b: f32) -> f32 {
+    return select(a, b, b > a || is_nan(b));
+}
+
 // ----------------------------------------------------------------------------------------------------
 // shaders/attend/softmax_loop.wgsl
 // ----------------------------------------------------------------------------------------------------
@@ -420,7 +432,7 @@ fn from_ordered(bits: u32) -> f32 {
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -454,10 +466,6 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         atomicStore(&step_maxima[invocation], 0u);
         running_maxima[invocation] = LOWEST;
     }
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        weight_sum[head] = 0f;
-    }
     begin_values(invocation);
     workgroupBarrier();
     begin_keys(tiles, team, lane);
@@ -465,6 +473,9 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     var parity = 0u;
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
+        if (first == 0u) {
+            keep_nan();
+        }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
             let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
@@ -504,6 +515,17 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     last_parity = parity;
     write_states(item, y, team, lane, invocation);
     merge_item(item, y, invocation);
+}
+
+// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
+// maxima may lose it.
+fn keep_nan() {
+    // unroll
+    for (var head = 0u; head < HEADS; head++) {
+        let at = head * LANE_TOKENS;
+        let sum = token_scores[at] + token_scores[at + 1u] + token_scores[at + 2u] + token_scores[at + 3u];
+        weight_sum[head] = select(0f, sum, is_nan(sum));
+    }
 }
 
 fn score_own_tile(item: WorkItem, tile: u32, tiles: u32, lane: u32) {
@@ -561,7 +583,9 @@ fn finish_sums(invocation: u32) {
 // Writes the log-sum-exp of a head, whose weights sum up to `total`.
 fn write_lse(item: WorkItem, y: u32, head: u32, total: f32, invocation: u32) {
     if (invocation == 0u) {
-        write_state_lse(item, y, head, (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2);
+        // `log2` of NaN is a number on some devices.
+        let lse = (running_maxima[last_parity * HEADS + head] + log2(total)) * LN_2;
+        write_state_lse(item, y, head, select(lse, total, is_nan(total)));
     }
 }
 
@@ -610,6 +634,9 @@ const CHANNELS: u32 = 4u;
 const CHANNEL_BLOCKS: u32 = 1u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
+// The largest weight. As halves, those of 1 would be 0 from 2^-25 on, and inexact from 2^-14 on.
+const LARGEST_WEIGHT: f32 = 16384f;
+
 // [head][tile of the step][field group]
 var<workgroup> step_weights: array<Weights, HEADS * TILE_TOKENS>;
 var<workgroup> block_sums: array<f32, TILE_BLOCKS * 32u * CHANNELS * CHANNEL_BLOCKS>;
@@ -632,7 +659,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let w = vec4<f32>(weights[head * 4u], weights[head * 4u + 1u], weights[head * 4u + 2u], weights[head * 4u + 3u]);
-        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * rescale_step[head]);
+        step_weights[(head * STEP_TILES + team) * 32u + lane] = Weights(w * (rescale_step[head] * LARGEST_WEIGHT));
     }
 }
 
@@ -702,7 +729,7 @@ fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32) {
             for (var block = 0u; block < TILE_BLOCKS; block++) {
                 sum += block_sums[block * (32u * CHANNELS * CHANNEL_BLOCKS) + channel];
             }
-            put_output(item, y, head, channel, sum / total);
+            put_output(item, y, head, channel, sum / (total * LARGEST_WEIGHT));
         }
         finish_output(item, y, head, invocation);
         write_lse(item, y, head, total, invocation);
