@@ -15,4 +15,5 @@ mod ranks;
 mod shares;
 mod step_launches;
 mod step_states;
+mod streams;
 mod unpacked_prompts;

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::result::{ctx, event, stream};
 use cudarc::driver::sys::{CUDA_VERSION, CUdevice_attribute, CUresult, cuDriverGetVersion};
-use cudarc::driver::{CudaContext, DriverError};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
 use super::libraries::driver_present;
 use crate::{Error, Result};
@@ -38,6 +39,31 @@ pub fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
     }
     CudaContext::new(ordinal)
         .map_err(|error| Error::Adapter { reason: format!("CUDA device {ordinal}: {}", message(error)) })
+}
+
+/// Makes the context that of this thread. [`CudaContext::bind_to_thread`] returns an error that another call left in
+/// the context, without binding. What drops must be given back all the same, and that error is for the next call.
+pub fn make_current(context: &CudaContext) -> std::result::Result<(), DriverError> {
+    if ctx::get_current()? == Some(context.cu_ctx()) {
+        return Ok(());
+    }
+    // SAFETY: The context lives as long as `context`, whose holder may use it on any thread.
+    unsafe { ctx::set_current(context.cu_ctx()) }
+}
+
+/// Waits for an event, also where another call left an error in the context, after which [`CudaEvent::synchronize`]
+/// would not wait.
+pub fn wait_for_event(awaited: &CudaEvent) -> std::result::Result<(), DriverError> {
+    make_current(awaited.context())?;
+    // SAFETY: The event lives as long as `awaited`, and its context is current.
+    unsafe { event::synchronize(awaited.cu_event()) }
+}
+
+/// Waits for a stream, also where another call left an error in the context.
+pub fn wait_for_stream(awaited: &CudaStream) -> std::result::Result<(), DriverError> {
+    make_current(awaited.context())?;
+    // SAFETY: The stream lives as long as `awaited`, and its context is current.
+    unsafe { stream::synchronize(awaited.cu_stream()) }
 }
 
 impl DeviceFacts {

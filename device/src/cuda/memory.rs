@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
-use super::driver::driver_error;
+use super::driver::{driver_error, make_current, wait_for_stream};
 use crate::{Error, Result};
 
 /// Bytes on the device, alive as long as their owner.
@@ -24,6 +24,17 @@ enum Owner {
     Library(CudaSlice<u8>),
     /// An owner handed over by an engine.
     Engine(#[expect(dead_code, reason = "held only to keep the memory alive")] Arc<dyn Any + Send + Sync>),
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // A slice of a stream that cudarc does not count is freed in whatever context the thread has. Without one the
+        // memory would be lost, and the next call would report it. A device that fails here has already failed
+        // elsewhere.
+        if let Owner::Library(slice) = &self.owner {
+            make_current(slice.context()).unwrap_or(());
+        }
+    }
 }
 
 impl fmt::Debug for Owner {
@@ -152,7 +163,7 @@ impl Memory {
         // for it.
         let queued = unsafe { memcpy_dtoh_async(&mut copied, self.address + offset as u64, stream.cu_stream()) };
         // The host's bytes are freed only when no copy into them is running.
-        let done = stream.synchronize();
+        let done = wait_for_stream(stream);
         queued.and(done).map_err(failed)?;
         Ok(copied)
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::result::memcpy_htod_async;
 use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
-use super::driver::driver_error;
+use super::driver::{driver_error, wait_for_event};
 use super::memory::Memory;
 use crate::{Error, Result};
 
@@ -73,6 +73,6 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         // Memory that a copy still reads must stay. A device that fails here has already failed elsewhere.
-        self.parts.iter().for_each(|part| part.copied.synchronize().unwrap_or(()));
+        self.parts.iter().for_each(|part| wait_for_event(&part.copied).unwrap_or(()));
     }
 }

@@ -8,7 +8,7 @@ use cudarc::driver::{CudaEvent, CudaStream, DriverError, PinnedHostSlice};
 use super::store::Store;
 use crate::Result;
 use crate::backend::{SpanBytes, SpanPlace};
-use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::driver::{driver_error, wait_for_event, wait_for_stream};
 use crate::cuda::device::memory::Memory;
 use crate::format::{KeyOrValue, SegmentFormat};
 
@@ -61,7 +61,7 @@ impl SpanReads {
         let recorded = reads.copied.record(stream);
         if let Err(error) = queued.and(recorded) {
             // The host's bytes are freed only when no copy into them is running.
-            stream.synchronize().unwrap_or(());
+            wait_for_stream(stream).unwrap_or(());
             return Err(failed(error));
         }
         Ok(reads)
@@ -105,7 +105,7 @@ impl SpanReads {
 impl Drop for SpanReads {
     fn drop(&mut self) {
         // What copies write must stay until they are done. A device that fails here has already failed elsewhere.
-        self.copied.synchronize().unwrap_or(());
+        wait_for_event(&self.copied).unwrap_or(());
         self.memory.clear();
     }
 }

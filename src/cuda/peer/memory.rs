@@ -14,7 +14,7 @@ use cudarc::driver::sys::{
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::handle::IPC_BYTES;
-use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::driver::{driver_error, make_current};
 use crate::{Error, Result};
 
 /// Words before the slots: who left, what failed, and from the 64th on the numbers of the blocks' next launches.
@@ -85,7 +85,7 @@ impl SlotMemory {
 impl Drop for SlotMemory {
     fn drop(&mut self) {
         // A context that fails here has failed before, and its memory is gone with it.
-        if self.context.bind_to_thread().is_ok() {
+        if make_current(&self.context).is_ok() {
             // SAFETY: Allocated by `new`, freed once. Ranks of this process hold the memory as long as they may use it;
             // `PeerSlots::connect` demands the same of other processes.
             unsafe { free_sync(self.address) }.unwrap_or(());
@@ -177,7 +177,7 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         if let Self::Opened { context, address } = self
-            && context.bind_to_thread().is_ok()
+            && make_current(context).is_ok()
         {
             // SAFETY: Opened by `open`, closed once; the transport has waited for its kernels, or leaks the mapping.
             // A failure means that the context is gone, and the mapping with it.
@@ -237,7 +237,7 @@ impl HostWord {
 
 impl Drop for HostWord {
     fn drop(&mut self) {
-        if !self.is_kept && self.context.bind_to_thread().is_ok() {
+        if !self.is_kept && make_current(&self.context).is_ok() {
             // SAFETY: Allocated by `new`, freed once, after the kernels that may write it.
             unsafe { free_host(self.host.cast()) }.unwrap_or(());
         }
