@@ -254,9 +254,7 @@ impl AttendStep {
         queries.memory().check_stream("queries", stream)?;
         output.memory().check_stream("output", stream)?;
         lse.map_or(Ok(()), |lse| lse.memory().check_stream("lse", stream))?;
-        let memory = scratch.memory();
-        let (stream_of, unseen, launches) = (stream.clone(), Vec::new(), Vec::new());
-        let mut step = BoundAttendStep { stream: stream_of, unseen, launches, storing: None, memory };
+        let mut step = BoundAttendStep::new(stream, scratch);
         let sinks = self.upload_sinks(stream)?;
         step.memory.extend(sinks.clone());
         self.bind_unseen(&mut step, output, lse)?;

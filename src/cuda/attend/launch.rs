@@ -5,9 +5,10 @@ use std::sync::Arc;
 use cudarc::driver::result::memset_d8_async;
 use cudarc::driver::{CudaStream, DeviceRepr};
 
+use super::scratch::AttendScratch;
 use super::unseen::UnseenRow;
 use crate::Result;
-use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::driver::{driver_error, make_current};
 use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
 use crate::cuda::device::tensor::Tensor;
@@ -125,9 +126,23 @@ pub struct BoundAttendStep {
     /// The only launch, if its blocks may store the tokens of the step, with the kernel that does so.
     pub(super) storing: Option<Launch>,
     pub(super) memory: Vec<Arc<Memory>>,
+    /// The counters of the scratch, zeros between steps.
+    arrivals: Arc<Memory>,
 }
 
 impl BoundAttendStep {
+    /// A step that launches nothing yet.
+    pub(super) fn new(stream: &Arc<CudaStream>, scratch: &AttendScratch) -> Self {
+        Self {
+            stream: stream.clone(),
+            unseen: Vec::new(),
+            launches: Vec::new(),
+            storing: None,
+            memory: scratch.memory(),
+            arrivals: scratch.arrivals.clone(),
+        }
+    }
+
     /// Launches the kernels of the step, after clearing the extremes of calibrated scores. Does not allocate, copy or
     /// wait.
     ///
@@ -135,7 +150,21 @@ impl BoundAttendStep {
     /// Errors of the driver from a launch.
     pub fn launch(&self) -> Result<()> {
         self.unseen.iter().try_for_each(|row| row.write(&self.stream))?;
-        self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::After))
+        self.launch_all(&self.stream, |launch| launch.run(&self.stream, Begins::After))
+    }
+
+    /// Queues all launches. If one fails, blocks of those before it have arrived, and the last one of their queries,
+    /// which sets the counters back, never comes: later steps of the scratch would merge too early. So they are zeroed.
+    fn launch_all(&self, stream: &Arc<CudaStream>, queue: impl FnMut(&Launch) -> Result<()>) -> Result<()> {
+        let queued = self.launches.iter().try_for_each(queue);
+        // A stream that does not take this takes no later step either. An error that another call left is no obstacle.
+        if queued.is_err() && make_current(stream.context()).is_ok() {
+            // SAFETY: The memory lives as long as the step, and the stream orders this behind what was launched.
+            let zeroed =
+                unsafe { memset_d8_async(self.arrivals.address(), 0, self.arrivals.bytes(), stream.cu_stream()) };
+            zeroed.unwrap_or(());
+        }
+        queued
     }
 
     /// Whether it writes rows of queries that see no token, which no kernel of attention takes.
@@ -146,7 +175,7 @@ impl BoundAttendStep {
     /// [`Self::launch`] directly behind the storing kernels of its layer, overlapping with them. Only for steps of one
     /// launch, whose tables name the pages to wait for.
     pub(in crate::cuda) fn launch_beside_storing(&self) -> Result<()> {
-        self.launches.iter().try_for_each(|launch| launch.run(&self.stream, Begins::BesideStoring))
+        self.launch_all(&self.stream, |launch| launch.run(&self.stream, Begins::BesideStoring))
     }
 
     /// [`Self::launch`] on `stream`, from and to tensors of the same rows as those that were bound.
@@ -162,7 +191,7 @@ impl BoundAttendStep {
             let (output, output_type) = (output.address(), output.type_code());
             launch.run_as(stream, begins, AttendCall { queries, output, query_type, output_type, ..launch.call })
         };
-        self.launches.iter().try_for_each(on_tensors)
+        self.launch_all(stream, on_tensors)
     }
 
     /// Whether [`Self::launch_storing`] may stand for storing and attending.
@@ -184,6 +213,7 @@ impl BoundAttendStep {
             (attend.queries, attend.query_type) = (queries.address(), queries.type_code());
             (attend.output, attend.output_type) = (output.address(), output.type_code());
         }
+        // A single launch runs whole or not at all: either way its counters are zeros.
         // SAFETY: The argument matches the kernel. Both calls were checked as those of two launches would be.
         unsafe { kernel.run(stream, &StoringCall { attend, writes }) }
     }
