@@ -52,8 +52,8 @@ impl Kernels {
 
     fn module(&self, program: &Program) -> Result<Arc<CudaModule>> {
         let architecture = program.architecture(&self.facts);
-        // A file that the driver refuses was truncated, or made for another driver. The program is compiled and written
-        // again.
+        // A file that is not whole never reaches the driver. One that the driver refuses was made for another driver.
+        // In both cases the program is compiled and written again.
         if let Some(kept) = self.cache.read(program, &architecture)
             && let Ok(module) = self.context.load_module(Ptx::from_binary(kept))
         {

@@ -6,6 +6,7 @@
 //! Every launch is `unsafe` ([`KernelLaunch::run`]): CUDA has no run-time checks.
 
 pub mod driver;
+mod kept_file;
 pub mod kernels;
 pub mod launch;
 pub mod libraries;

@@ -1,12 +1,12 @@
 //! Compiles the sources with NVRTC, and keeps the binaries.
 
 use std::ffi::{CStr, CString, c_char};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use cudarc::nvrtc::{result as nvrtc, sys};
 
 use super::driver::DeviceFacts;
+use super::kept_file::{self, hash};
 use super::libraries::nvrtc_present;
 use super::sources::KernelSources;
 use crate::{Error, Result};
@@ -14,7 +14,8 @@ use crate::{Error, Result};
 /// The place where compiled kernels are kept between runs.
 ///
 /// Files are named after a hash of the source, the options and the architecture. Several versions of kvpack and several
-/// machines may therefore share a directory, and a program may ship one to machines without NVRTC.
+/// machines may therefore share a directory, and a program may ship one to machines without NVRTC. A file that is
+/// damaged is compiled anew and replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelCache {
     /// In this directory, which is created when it is needed.
@@ -42,27 +43,17 @@ impl KernelCache {
         }
     }
 
-    /// The binary kept for a program.
+    /// The binary kept for a program, if its file is whole.
     pub(super) fn read(&self, program: &Program, architecture: &str) -> Option<Vec<u8>> {
-        self.path(program, architecture).and_then(|path| fs::read(path).ok())
+        self.path(program, architecture).and_then(|path| kept_file::read(&path))
     }
 
     /// Keeps a binary. If the directory cannot be written, the next process only has to compile again.
     pub(super) fn write(&self, program: &Program, architecture: &str, binary: &[u8]) {
         if let Some(path) = self.path(program, architecture) {
-            write_atomically(&path, binary).unwrap_or(());
+            kept_file::write(&path, binary).unwrap_or(());
         }
     }
-}
-
-/// Writes to a temporary file in the same folder and renames it, so that no other process reads half a file.
-fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    if let Some(directory) = path.parent() {
-        fs::create_dir_all(directory)?;
-    }
-    let beside = path.with_extension(format!("{}.part", std::process::id()));
-    fs::write(&beside, bytes)?;
-    fs::rename(&beside, path)
 }
 
 /// Files compiled together, and the macros they are compiled with.
@@ -94,7 +85,7 @@ impl Program {
         let mut text = self.sources.assemble(self.files);
         self.options(architecture).iter().for_each(|option| text.push_str(option));
         let name = self.files.last().map_or("kernel", |file| file.trim_end_matches(".cu"));
-        format!("{name}-{architecture}-{:016x}{:016x}.cubin", hash(&text, 0), hash(&text, 1))
+        format!("{name}-{architecture}-{:016x}{:016x}.cubin", hash(text.as_bytes(), 0), hash(text.as_bytes(), 1))
     }
 
     /// Compiles to a binary of `architecture`.
@@ -160,14 +151,10 @@ fn c_string(text: String) -> Result<CString> {
     CString::new(text).map_err(|error| Error::Gpu { message: format!("kernel source: {error}") })
 }
 
-/// FNV-1a, the same on every platform and in every version of Rust.
-fn hash(text: &str, seed: u64) -> u64 {
-    let start = 0xcbf2_9ce4_8422_2325 ^ seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    text.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     static SOURCES: KernelSources = KernelSources {
@@ -198,6 +185,11 @@ mod tests {
         assert_eq!(cache.read(&program(4), "sm_90").as_deref(), Some(b"binary".as_slice()));
         assert_eq!(cache.read(&program(2), "sm_90"), None);
         assert_eq!(KernelCache::None.read(&program(4), "sm_90"), None);
+        // A damaged file counts as missing, and what is then compiled takes its place.
+        fs::write(directory.join(program(4).file_name("sm_90")), b"bin").unwrap();
+        assert_eq!(cache.read(&program(4), "sm_90"), None);
+        cache.write(&program(4), "sm_90", b"anew");
+        assert_eq!(cache.read(&program(4), "sm_90").as_deref(), Some(b"anew".as_slice()));
         fs::remove_dir_all(directory).unwrap();
     }
 }
