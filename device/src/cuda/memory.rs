@@ -136,12 +136,13 @@ impl Memory {
         unsafe { memset_d8_async(self.address, byte, self.bytes, stream.cu_stream()) }.map_err(failed)
     }
 
-    /// Copies all bytes to the host, after all work queued on the stream.
+    /// Copies all bytes to the host, after all work queued on the stream. [`Error::Plan`] on another stream.
     pub fn download(&self, stream: &Arc<CudaStream>, what: &'static str) -> Result<Vec<u8>> {
         self.download_part(stream, what, 0, self.bytes)
     }
 
-    /// Copies `bytes` bytes to the host, starting at `offset`.
+    /// Copies `bytes` bytes to the host, starting at `offset`. [`Error::Plan`] on another stream, which would read
+    /// before the memory's own has written.
     pub fn download_part(
         &self,
         stream: &Arc<CudaStream>,
@@ -153,6 +154,7 @@ impl Memory {
             let reason = format!("bytes {offset}.. of {}, {bytes} of them", self.bytes);
             return Err(Error::Buffer { what, reason });
         }
+        self.check_stream(what, stream)?;
         if bytes == 0 {
             return Ok(Vec::new());
         }

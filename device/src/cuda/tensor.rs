@@ -115,7 +115,7 @@ impl Tensor {
     /// Copies the elements to the host as f32, after all work queued on the stream.
     ///
     /// # Errors
-    /// [`Error::DeviceLost`].
+    /// [`Error::Plan`] when kvpack created the tensor on another stream; [`Error::DeviceLost`].
     pub fn download(&self, stream: &Arc<CudaStream>) -> Result<Vec<f32>> {
         self.download_part(stream, 0, self.elements)
     }
@@ -123,7 +123,8 @@ impl Tensor {
     /// Copies `elements` elements to the host as f32, starting at `first`, after all work queued on the stream.
     ///
     /// # Errors
-    /// [`Error::Buffer`] when they do not lie within the memory of the tensor; [`Error::DeviceLost`].
+    /// [`Error::Buffer`] when they do not lie within the memory of the tensor; [`Error::Plan`] when kvpack created it
+    /// on another stream; [`Error::DeviceLost`].
     pub fn download_part(&self, stream: &Arc<CudaStream>, first: usize, elements: usize) -> Result<Vec<f32>> {
         let size = self.element_type.bytes();
         let bytes = self.memory.download_part(stream, "a tensor", self.offset + first * size, elements * size)?;

@@ -38,6 +38,7 @@ impl Indices {
     /// Copies the indices to the host, after all work queued on the stream.
     ///
     /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) on another stream than that of the indices;
     /// [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn download(&self, stream: &Arc<CudaStream>) -> Result<Vec<u32>> {
         let bytes = self.memory.download(stream, "token indices")?;

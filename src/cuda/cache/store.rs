@@ -339,7 +339,8 @@ impl Store {
     /// work queued on the stream.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such page or head, [`Error::DeviceLost`].
+    /// [`Error::Plan`] when there is no such page or head, or on another stream than that of the store;
+    /// [`Error::DeviceLost`].
     pub fn tile_words(
         &self,
         stream: &Arc<CudaStream>,

@@ -44,7 +44,7 @@ impl NonFiniteFlags {
     /// The flagged tokens, after all work queued on the stream, by layer, keys before values.
     ///
     /// # Errors
-    /// [`Error::DeviceLost`].
+    /// [`Error::Plan`] when the flags were created on another stream; [`Error::DeviceLost`].
     pub fn read(&self, stream: &Arc<CudaStream>) -> Result<Vec<FlaggedToken>> {
         let words: Vec<u32> = bytemuck::pod_collect_to_vec(&self.memory.download(stream, "non-finite flags")?);
         let flagged = |(at, token): (usize, u32)| {

@@ -27,6 +27,7 @@ impl Words {
     /// Copies the words to the host, after all work queued on the stream.
     ///
     /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) on another stream than that of the words;
     /// [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn download(&self, stream: &Arc<CudaStream>) -> Result<Vec<u32>> {
         Ok(bytemuck::pod_collect_to_vec(&self.memory.download(stream, "words")?))
