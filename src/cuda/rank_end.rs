@@ -6,10 +6,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaStream;
-use cudarc::driver::sys::CUstreamCaptureStatus;
 
 use super::attend::merge_parts::check_f32;
-use super::device::driver::driver_error;
+use super::device::driver::{driver_error, is_capturing};
 use super::device::tensor::Tensor;
 use crate::{Error, Result};
 
@@ -86,11 +85,6 @@ pub(super) fn wait_for(stream: &Arc<CudaStream>, longest: Duration) -> Result<bo
 /// Between two looks of a wait that began at `begin`.
 pub(super) fn pause(begin: Instant) {
     if begin.elapsed() < SPINS { thread::yield_now() } else { thread::sleep(NAP) }
-}
-
-pub(super) fn is_capturing(stream: &CudaStream) -> Result<bool> {
-    let status = stream.capture_status().map_err(|error| driver_error("state of a stream", 0, error))?;
-    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 fn check_not_capturing(stream: &CudaStream) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::result::{ctx, event, stream};
-use cudarc::driver::sys::{CUDA_VERSION, CUdevice_attribute, CUresult, cuDriverGetVersion};
+use cudarc::driver::sys::{CUDA_VERSION, CUdevice_attribute, CUresult, CUstreamCaptureStatus, cuDriverGetVersion};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
 use super::libraries::driver_present;
@@ -64,6 +64,18 @@ pub fn wait_for_stream(awaited: &CudaStream) -> std::result::Result<(), DriverEr
     make_current(awaited.context())?;
     // SAFETY: The stream lives as long as `awaited`, and its context is current.
     unsafe { stream::synchronize(awaited.cu_stream()) }
+}
+
+/// Whether a graph captures the stream.
+///
+/// # Errors
+/// Errors of the driver, but none that another call left in the context.
+pub fn is_capturing(asked: &CudaStream) -> Result<bool> {
+    let failed = |error| driver_error("state of a stream", 0, error);
+    make_current(asked.context()).map_err(failed)?;
+    // SAFETY: The stream lives as long as `asked`, and its context is current.
+    let status = unsafe { stream::is_capturing(asked.cu_stream()) }.map_err(failed)?;
+    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 impl DeviceFacts {

@@ -2,13 +2,10 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::CudaStream;
-use cudarc::driver::sys::CUstreamCaptureStatus;
-
 use super::part::{ModelLaunches, PartClass};
 use crate::backend::{ByPart, StagedSpan, WrittenPart};
 use crate::cuda::backend::Cuda;
-use crate::cuda::device::driver::driver_error;
+use crate::cuda::device::driver::is_capturing;
 use crate::cuda::device::store::Store;
 use crate::{Error, Result};
 
@@ -118,10 +115,4 @@ impl WrittenStep<'_> {
     pub fn memory(&self) -> LaunchMemory {
         LaunchMemory(self.parts.iter().map(|part| part.class().launches().clone()).collect())
     }
-}
-
-/// Whether a graph captures the stream.
-fn is_capturing(stream: &CudaStream) -> Result<bool> {
-    let status = stream.capture_status().map_err(|error| driver_error("capture status", 0, error))?;
-    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }

@@ -27,9 +27,9 @@ use cudarc::driver::result::memcpy_dtod_async;
 
 use super::attend::merge_parts::{PartsAt, check_f32, merge_parts_at};
 use super::backend::Cuda;
-use super::device::driver::driver_error;
+use super::device::driver::{driver_error, is_capturing};
 use super::device::tensor::Tensor;
-use super::rank_end::{RankEnd, check_broadcast, check_gather, check_reduce, is_capturing, pause, wait_for};
+use super::rank_end::{RankEnd, check_broadcast, check_gather, check_reduce, pause, wait_for};
 use crate::backend::AttentionStates;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
