@@ -4,11 +4,11 @@ use std::thread;
 
 use futures::executor::block_on;
 use kvpack::backend::{Device, Packing, Storage};
-use kvpack::cuda::cudarc::driver::sys::CUresult;
+use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
 use kvpack::cuda::cudarc::driver::{CudaContext, DriverError};
-use kvpack::cuda::{Cuda, Indices, KernelCache, NonFiniteFlags, TopKPlan, Words};
+use kvpack::cuda::{Cuda, Indices, KernelCache, NonFiniteFlags, Tensor, TopKPlan, Words};
 use kvpack::format::KeyOrValue;
-use kvpack::plan::{Elements, Page};
+use kvpack::plan::{ElementType, Elements, Page};
 use kvpack::{AttentionShape, Error, SegmentFormat};
 
 /// Memory of a stream that cudarc does not count is given back on a thread without a context. It leaves no error, and
@@ -53,4 +53,33 @@ fn reads_on_other_streams_are_refused() {
     refused(store.tile_words(other.stream(), KeyOrValue::Key, page, 0).err());
     assert!(store.tile_words(backend.stream(), KeyOrValue::Key, page, 0).is_ok());
     assert_eq!(tensor.download_part(backend.stream(), 3, 2).unwrap(), [1.0; 2]);
+}
+
+/// Elements in pinned memory may be overwritten once an upload returns, however much work is before it on the stream.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn pinned_elements_are_taken_before_uploads_return() {
+    const ELEMENTS: usize = 1 << 10;
+    let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
+    let stream = backend.stream();
+    // SAFETY: All elements are written before any is read.
+    let mut pinned = unsafe { stream.context().alloc_pinned::<f32>(ELEMENTS) }.unwrap();
+    let mut work = stream.alloc_zeros::<u8>(1 << 30).unwrap();
+    let mut keep_busy = || (0..100).for_each(|_| stream.memset_zeros(&mut work).unwrap());
+    pinned.as_mut_slice().unwrap().fill(1.0);
+    keep_busy();
+    let uploaded = Tensor::upload(stream, Elements::F32(pinned.as_slice().unwrap())).unwrap();
+    pinned.as_mut_slice().unwrap().fill(2.0);
+    let written = Tensor::zeroed(stream, ELEMENTS, ElementType::F32).unwrap();
+    keep_busy();
+    written.write(stream, Elements::F32(pinned.as_slice().unwrap())).unwrap();
+    pinned.as_mut_slice().unwrap().fill(3.0);
+    assert_eq!(uploaded.download(stream).unwrap(), [1.0; ELEMENTS]);
+    assert_eq!(written.download(stream).unwrap(), [2.0; ELEMENTS]);
+    // A graph would read them at every replay, and nothing can wait for it.
+    let elements = Elements::F32(pinned.as_slice().unwrap());
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    let refused = written.write(stream, elements);
+    stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
+    assert!(matches!(refused, Err(Error::Plan { .. })), "{refused:?}");
 }

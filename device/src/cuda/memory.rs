@@ -1,13 +1,15 @@
 //! Memory on the device.
 
 use std::any::Any;
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
 use cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use cudarc::driver::sys::{CUpointer_attribute, cuPointerGetAttributes};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError};
 
-use super::driver::{driver_error, make_current, wait_for_stream};
+use super::driver::{driver_error, is_capturing, make_current, wait_for_stream};
 use crate::{Error, Result};
 
 /// Bytes on the device, alive as long as their owner.
@@ -65,6 +67,45 @@ pub fn bytes_of(what: &'static str, elements: usize, size: usize) -> Result<usiz
     })
 }
 
+/// Whether the driver knows the memory of these bytes of the host: it is pinned, or shared with a device. A copy from
+/// such memory reads it when the stream comes to the copy. Other bytes are taken before the call that queues the copy
+/// returns.
+fn is_known_to_driver(bytes: &[u8]) -> bool {
+    let mut memory_type = 0u32;
+    let mut asked = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    let mut answer = (&raw mut memory_type).cast::<c_void>();
+    // SAFETY: One attribute is asked for, of 4 bytes, and one place is given for it. The driver does not read the
+    // bytes.
+    let found = unsafe { cuPointerGetAttributes(1, &mut asked, &mut answer, bytes.as_ptr() as u64) };
+    // Of memory that it does not know the driver says 0, or that there is an error.
+    found.result().is_ok() && memory_type != 0
+}
+
+/// Queues a copy of bytes of the host. The caller may overwrite or free them at once: pinned ones are waited for.
+///
+/// # Errors
+/// [`Error::Plan`] for pinned bytes while a graph captures the stream; errors of the driver.
+fn copy_from_host<T>(
+    stream: &Arc<CudaStream>,
+    what: &'static str,
+    bytes: &[u8],
+    queue: impl FnOnce() -> std::result::Result<T, DriverError>,
+) -> Result<T> {
+    let failed = |error| driver_error(what, bytes.len() as u64, error);
+    stream.context().bind_to_thread().map_err(failed)?;
+    if !is_known_to_driver(bytes) {
+        return queue().map_err(failed);
+    }
+    if is_capturing(stream)? {
+        let reason = "it is copied from pinned memory of the host, which must be waited for, and a graph captures the \
+                      stream; copy it before the capture begins";
+        return Err(Error::Plan { what, reason: reason.into() });
+    }
+    let queued = queue();
+    let done = wait_for_stream(stream);
+    queued.and_then(|queued| done.map(|()| queued)).map_err(failed)
+}
+
 impl Memory {
     /// Zeroed bytes, at least one.
     pub fn zeroed(stream: &Arc<CudaStream>, what: &'static str, bytes: usize) -> Result<Arc<Self>> {
@@ -79,10 +120,11 @@ impl Memory {
         Ok(Self::new(stream, slice.map_err(|error| driver_error(what, bytes as u64, error))?))
     }
 
-    /// A copy of bytes of the host.
+    /// A copy of bytes of the host. The caller may overwrite or free them at once. [`Error::Plan`] for bytes in pinned
+    /// memory while a graph captures the stream.
     pub fn upload(stream: &Arc<CudaStream>, what: &'static str, bytes: &[u8]) -> Result<Arc<Self>> {
         let at_least_one = if bytes.is_empty() { &[0] } else { bytes };
-        let slice = stream.clone_htod(at_least_one).map_err(|error| driver_error(what, bytes.len() as u64, error))?;
+        let slice = copy_from_host(stream, what, at_least_one, || stream.clone_htod(at_least_one))?;
         Ok(Self::new(stream, slice))
     }
 
@@ -113,18 +155,18 @@ impl Memory {
         }
     }
 
-    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The caller may free the bytes
-    /// at once: they are not pinned, so the driver has taken them when it returns. [`Error::Plan`] on another stream.
+    /// Queues a copy of the host's bytes to `offset` bytes from the start of the memory. The caller may overwrite or
+    /// free the bytes at once: the driver has taken them when it returns, and those in pinned memory are waited for.
+    /// [`Error::Plan`] on another stream, and for pinned bytes while a graph captures the stream.
     pub fn write(&self, stream: &Arc<CudaStream>, what: &'static str, offset: usize, bytes: &[u8]) -> Result<()> {
         if offset.checked_add(bytes.len()).is_none_or(|end| end > self.bytes) {
             let reason = format!("{} bytes from byte {offset} on, of {}", bytes.len(), self.bytes);
             return Err(Error::Buffer { what, reason });
         }
         self.check_stream(what, stream)?;
-        let failed = |error| driver_error(what, bytes.len() as u64, error);
-        stream.context().bind_to_thread().map_err(failed)?;
+        let to = self.address + offset as u64;
         // SAFETY: The bytes were checked to fit the memory, which lives as long as work on its stream may use it.
-        unsafe { memcpy_htod_async(self.address + offset as u64, bytes, stream.cu_stream()) }.map_err(failed)
+        copy_from_host(stream, what, bytes, || unsafe { memcpy_htod_async(to, bytes, stream.cu_stream()) })
     }
 
     /// Queues setting all bytes to `byte`. [`Error::Plan`] on another stream.

@@ -89,20 +89,23 @@ impl Tensor {
         Ok(Self { memory: self.memory.clone(), offset, elements, element_type: self.element_type })
     }
 
-    /// Copies elements to a new tensor.
+    /// Copies elements to a new tensor. The caller may overwrite or free them at once: elements in pinned memory are
+    /// waited for.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`Error::OutOfMemory`]; [`Error::Plan`] for elements in pinned memory while a graph captures the stream.
     pub fn upload(stream: &Arc<CudaStream>, elements: Elements<'_>) -> Result<Self> {
         let memory = Memory::upload(stream, "a tensor", elements.bytes())?;
         Ok(Self { memory, offset: 0, elements: elements.len(), element_type: elements.element_type() })
     }
 
-    /// Queues overwriting the first elements with these, which must have the tensor's type.
+    /// Queues overwriting the first elements with these, which must have the tensor's type. The caller may overwrite or
+    /// free them at once: elements in pinned memory are waited for.
     ///
     /// # Errors
     /// [`Error::Buffer`] when they have another type, or exceed the tensor; [`Error::Plan`] when kvpack created the
-    /// tensor on another stream; errors of the driver.
+    /// tensor on another stream, and for elements in pinned memory while a graph captures the stream; errors of the
+    /// driver.
     pub fn write(&self, stream: &Arc<CudaStream>, elements: Elements<'_>) -> Result<()> {
         let (given, held) = ((elements.element_type(), elements.len()), (self.element_type, self.elements));
         if given.0 != held.0 || given.1 > held.1 {
