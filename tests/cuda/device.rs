@@ -63,7 +63,7 @@ fn tiles_are_those_of_the_cpu_in_fragment_order() {
         for _ in 0..thread::available_parallelism().map_or(1, usize::from).min(cases.len()) {
             scope.spawn(|| {
                 // Calls of one stream share scratch memory, and wait for it while another compiles.
-                let own = backend.on_stream(backend.stream().context().new_stream().unwrap());
+                let own = backend.on_stream(backend.stream().context().new_stream().unwrap()).unwrap();
                 while let Some(&(head_dim, format)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
                     compare_tiles(&own, head_dim, format);
                 }
@@ -281,7 +281,7 @@ fn memory_of_an_engine_is_used_in_place() {
 fn stores_and_tensors_of_other_streams_are_refused() {
     let shape = AttentionShape::new(1, 1, 64).unwrap();
     let backend = device();
-    let other = backend.on_stream(backend.stream().context().new_stream().unwrap());
+    let other = backend.on_stream(backend.stream().context().new_stream().unwrap()).unwrap();
     let [own, foreign] = [&backend, &other].map(|of| block_on(of.upload(Elements::F32(&[1.0; 64]))).unwrap());
     let mut cache = KvCache::new(backend.clone(), shape, 1, Recipe::f16()).unwrap();
     let layout = RowLayout::token_major(1, &shape);
@@ -470,7 +470,7 @@ fn steps_of_another_layout_are_refused() {
     let memory = WriteMemory::new(backend.stream(), &case.layout).unwrap();
     refused(plan.bind(&backend, &[&stores[0], &stores[1]], &memory, None).map(drop));
     refused(plan.bind(&backend, &[&stores[1], &stores[0]], &memory, None).map(drop));
-    let other = backend.on_stream(backend.stream().context().new_stream().unwrap());
+    let other = backend.on_stream(backend.stream().context().new_stream().unwrap()).unwrap();
     refused(plan.bind(&other, &[&stores[0], &stores[1]], &memory, None).map(drop));
     let layout =
         Arc::new(kvpack::plan::WriteLayout::new(shape, 1, vec![stores[0].step_capacity(1, 0)], vec![]).unwrap());

@@ -36,7 +36,7 @@ fn memory_is_given_back_on_threads_without_a_context() {
 #[ignore = "needs an NVIDIA GPU"]
 fn reads_on_other_streams_are_refused() {
     let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
-    let other = backend.on_stream(backend.stream().context().new_stream().unwrap());
+    let other = backend.on_stream(backend.stream().context().new_stream().unwrap()).unwrap();
     let refused = |error: Option<Error>| assert!(matches!(error, Some(Error::Plan { .. })), "{error:?}");
     let tensor = block_on(backend.upload(Elements::F32(&[1.0; 64]))).unwrap();
     refused(block_on(other.download(&tensor)).err());
@@ -82,4 +82,15 @@ fn pinned_elements_are_taken_before_uploads_return() {
     let refused = written.write(stream, elements);
     stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
     assert!(matches!(refused, Err(Error::Plan { .. })), "{refused:?}");
+}
+
+/// The default stream of a thread has one handle on all threads, but is another stream on each.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn default_streams_of_threads_are_refused() {
+    let context = CudaContext::new(0).unwrap();
+    let refused = |made: Result<Cuda, Error>| assert!(matches!(made, Err(Error::Plan { .. })), "{made:?}");
+    refused(Cuda::new(context.per_thread_stream(), KernelCache::of_user()));
+    let backend = Cuda::new(context.default_stream(), KernelCache::of_user()).unwrap();
+    refused(backend.on_stream(context.per_thread_stream()));
 }

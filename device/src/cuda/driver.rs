@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use cudarc::driver::result::{ctx, event, stream};
-use cudarc::driver::sys::{CUDA_VERSION, CUdevice_attribute, CUresult, CUstreamCaptureStatus, cuDriverGetVersion};
+use cudarc::driver::sys::{
+    CUDA_VERSION, CUdevice_attribute, CUresult, CUstream, CUstreamCaptureStatus, cuDriverGetVersion,
+};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
 use super::libraries::driver_present;
@@ -18,6 +20,9 @@ const LEAST_DRIVER: i32 = 11_080;
 
 /// Driver version that durations need: bindings of CUDA 13 measure them with a function that came with 12.8.
 pub const LEAST_TIMING_DRIVER: i32 = if CUDA_VERSION >= 13_000 { 12_080 } else { LEAST_DRIVER };
+
+/// The handle that stands for the default stream of the thread that uses it.
+const PER_THREAD_STREAM: usize = 2;
 
 /// The facts about a device that kernels depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +44,21 @@ pub fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
     }
     CudaContext::new(ordinal)
         .map_err(|error| Error::Adapter { reason: format!("CUDA device {ordinal}: {}", message(error)) })
+}
+
+/// Refuses the default stream of a thread (`CU_STREAM_PER_THREAD`), by the handle of the stream for `what`. The same
+/// handle is another stream on every thread, so that nothing orders what threads queue on it.
+///
+/// # Errors
+/// [`Error::Plan`].
+pub fn check_is_one_stream(what: &'static str, handle: CUstream) -> Result<()> {
+    if handle as usize != PER_THREAD_STREAM {
+        return Ok(());
+    }
+    let reason = "the stream has handle 0x2, the default stream of a thread, which is another one on every thread; \
+                  pass a stream of your own (CudaContext::new_stream, or candle's Device::new_cuda_with_stream), or \
+                  the default stream of the context";
+    Err(Error::Plan { what, reason: reason.into() })
 }
 
 /// Makes the context that of this thread. [`CudaContext::bind_to_thread`] returns an error that another call left in
@@ -190,6 +210,14 @@ mod tests {
         let error = check_version("kernels", 11_070, LEAST_DRIVER).unwrap_err();
         assert!(matches!(error, Error::Adapter { .. }), "{error}");
         assert!(error.to_string().contains("up to 11.7, but kernels need 11.8"), "{error}");
+    }
+
+    #[test]
+    fn the_default_stream_of_a_thread_is_a_typed_error() {
+        let check = |handle: usize| check_is_one_stream("a backend", handle as CUstream);
+        assert!([0, 1, 3, 0x7f00_0000_1000].into_iter().all(|handle| check(handle).is_ok()));
+        let error = check(2).unwrap_err();
+        assert!(matches!(error, Error::Plan { .. }) && error.to_string().contains("0x2"), "{error}");
     }
 
     #[test]

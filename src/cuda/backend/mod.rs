@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::CudaStream;
 
 use super::attend::scratch::SharedScratch;
-use super::device::driver::{driver_error, open_context};
+use super::device::driver::{check_is_one_stream, driver_error, open_context};
 use super::device::indices::Indices;
 use super::device::kernels::Kernels;
 use super::device::memory::Memory;
@@ -23,6 +23,9 @@ use crate::Result;
 use crate::backend::{Device, SpanBytes, SpanPlace, Storage};
 use crate::format::{AttentionShape, SegmentFormat};
 use crate::plan::{Elements, LargerShard};
+
+/// What the stream of a backend is called in errors.
+const STREAM_OF_BACKEND: &str = "the stream of a backend";
 
 /// A CUDA stream with the kernels of its device. Cheap to clone.
 ///
@@ -51,8 +54,10 @@ impl Cuda {
     ///
     /// # Errors
     /// [`Error::Adapter`](crate::Error::Adapter) when the device is older than compute capability 8.0, or the driver
-    /// than CUDA 11.8.
+    /// than CUDA 11.8; [`Error::Plan`](crate::Error::Plan) for the default stream of a thread
+    /// (`CudaContext::per_thread_stream`), which is another stream on every thread.
     pub fn new(stream: Arc<CudaStream>, cache: KernelCache) -> Result<Self> {
+        check_is_one_stream(STREAM_OF_BACKEND, stream.cu_stream())?;
         let kernels = Arc::new(Kernels::new(stream.context().clone(), cache)?);
         Ok(Self { stream, kernels, scratch: Arc::default(), attend_scratch: Arc::default() })
     }
@@ -69,10 +74,13 @@ impl Cuda {
 
     /// The same kernels on another stream of the same device, for caches on that stream: stores and tensors that kvpack
     /// allocates belong to the stream of the backend that created them.
-    #[must_use]
-    pub fn on_stream(&self, stream: Arc<CudaStream>) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) for the default stream of a thread, as [`Cuda::new`].
+    pub fn on_stream(&self, stream: Arc<CudaStream>) -> Result<Self> {
+        check_is_one_stream(STREAM_OF_BACKEND, stream.cu_stream())?;
         let kernels = self.kernels.clone();
-        Self { stream, kernels, scratch: Arc::default(), attend_scratch: Arc::default() }
+        Ok(Self { stream, kernels, scratch: Arc::default(), attend_scratch: Arc::default() })
     }
 
     /// The stream.
