@@ -4,11 +4,13 @@ use std::thread;
 
 use futures::executor::block_on;
 use kvpack::backend::{Device, Packing, Storage};
-use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
+use kvpack::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode, cuGraphGetNodes};
 use kvpack::cuda::cudarc::driver::{CudaContext, DriverError};
-use kvpack::cuda::{Cuda, Indices, KernelCache, NonFiniteFlags, Tensor, TopKPlan, Words};
+use kvpack::cuda::peer::PeerSlots;
+use kvpack::cuda::{Cuda, DEADLINE, Indices, KernelCache, NonFiniteFlags, Tensor, TopKPlan, Words};
 use kvpack::format::KeyOrValue;
 use kvpack::plan::{ElementType, Elements, Page};
+use kvpack::ranks::{Reduction, Transport};
 use kvpack::{AttentionShape, Error, SegmentFormat};
 
 /// Memory of a stream that cudarc does not count is given back on a thread without a context. It leaves no error, and
@@ -93,4 +95,32 @@ fn default_streams_of_threads_are_refused() {
     refused(Cuda::new(context.per_thread_stream(), KernelCache::of_user()));
     let backend = Cuda::new(context.default_stream(), KernelCache::of_user()).unwrap();
     refused(backend.on_stream(context.per_thread_stream()));
+}
+
+/// A rank that is dropped while a graph captures its stream adds nothing to the graph, which would tell the others at
+/// every replay that the rank has left. Its slots stay, since the exchanges of the graph use them.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn ranks_that_are_dropped_in_a_capture_stay_out_of_the_graph() {
+    let backends = [0, 1].map(|_| Cuda::open(0, KernelCache::of_user()).unwrap());
+    let slots_of = |rank: usize| PeerSlots::new(&backends[rank], (rank, 2), 64).unwrap();
+    let slots = [0, 1].map(slots_of);
+    let handles: Vec<_> = slots.iter().map(PeerSlots::handle).collect();
+    // SAFETY: The handles are those of both ranks, of one process. Nothing is exchanged.
+    let [mut rank, other] = slots.map(|slots| unsafe { slots.connect(&handles, DEADLINE) }.unwrap());
+    drop(other);
+    let mut tensor = block_on(backends[0].upload(Elements::F32(&[1.0; 8]))).unwrap();
+    let stream = backends[0].stream();
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    rank.all_reduce(&mut tensor, 8, Reduction::Sum).unwrap();
+    drop(rank);
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
+    let mut nodes = 0;
+    // SAFETY: The graph lives, and without a list the driver writes only their number.
+    unsafe { cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut nodes) }.result().unwrap();
+    assert_eq!(nodes, 1, "the exchange alone");
+    let again = slots_of(1);
+    let handles = [handles[0].clone(), again.handle()];
+    // SAFETY: As above.
+    assert!(unsafe { again.connect(&handles, DEADLINE) }.is_ok(), "the slots of the rank are there");
 }

@@ -34,6 +34,7 @@ use cudarc::driver::sys::cuMemsetD32Async;
 
 use super::attend::merge_parts::check_f32;
 use super::backend::Cuda;
+use super::device::driver::{is_capturing, make_current};
 use super::device::tensor::Tensor;
 use super::rank_end::{RankEnd, check_broadcast, check_gather, check_reduce, wait_for};
 use crate::backend::AttentionStates;
@@ -218,6 +219,22 @@ impl Peer {
         }
         Ok(())
     }
+
+    /// Queues the word that this rank has left behind the exchanges, so that what they sent is there first. Without it
+    /// the others wait for the deadline.
+    fn tell_the_others(&self) {
+        let stream = self.backend.stream();
+        if make_current(stream.context()).is_err() {
+            return;
+        }
+        for (rank, mapped) in self.mapped.iter().enumerate() {
+            let [left, ..] = mapped.words();
+            if rank != self.end.rank {
+                // SAFETY: The word is in the header of mapped slots, and kernels load it as a whole.
+                unsafe { cuMemsetD32Async(left, 1, 1, stream.cu_stream()) }.result().unwrap_or(());
+            }
+        }
+    }
 }
 
 impl Transport for Peer {
@@ -302,19 +319,17 @@ impl Transport for Peer {
 impl Drop for Peer {
     fn drop(&mut self) {
         let stream = self.backend.stream();
-        if stream.context().bind_to_thread().is_ok() {
-            for (rank, mapped) in self.mapped.iter().enumerate() {
-                let [left, ..] = mapped.words();
-                if rank != self.end.rank {
-                    // SAFETY: The word is in the header of mapped slots, and kernels load it as a whole. Queued behind
-                    // the exchanges, so that what they sent is there first. Without it the others wait for the deadline.
-                    unsafe { cuMemsetD32Async(left, 1, 1, stream.cu_stream()) }.result().unwrap_or(());
-                }
-            }
+        // A graph that is being captured holds exchanges, and would tell the others at every replay that this rank has
+        // left. They learn it by the deadline. A stream that cannot be asked counts as captured.
+        let is_captured = is_capturing(stream).unwrap_or(true);
+        if !is_captured {
+            self.tell_the_others();
         }
-        // Kernels that still run must find all memory. What cannot be waited for is kept until the process ends.
-        let is_done = wait_for(stream, self.end.deadline + GRACE).unwrap_or(true);
-        if !is_done {
+        // Kernels that still run must find all memory. What cannot be waited for is kept until the process ends. The
+        // first wait may only return an error that another call left in the context.
+        let longest = self.end.deadline + GRACE;
+        let is_done = || wait_for(stream, longest).or_else(|_| wait_for(stream, longest)).unwrap_or(true);
+        if is_captured || !is_done() {
             mem::forget(mem::take(&mut self.mapped));
             self.report.keep();
         }
