@@ -44,16 +44,22 @@ impl Pooling {
         self.kernel
     }
 
-    /// Pools the scores of one head.
+    /// Pools the scores of one head. Where one of its neighbours is NaN, a token has NaN.
     pub fn apply(&self, scores: &[f32]) -> Vec<f32> {
         let half = self.kernel / 2;
         let pooled = |token: usize| {
             let near = &scores[token.saturating_sub(half)..scores.len().min(token + half + 1)];
             match self.pool {
                 Pool::Average => (near.iter().map(|&x| f64::from(x)).sum::<f64>() / self.kernel as f64) as f32,
-                Pool::Max => near.iter().copied().fold(f32::NEG_INFINITY, f32::max),
+                // `f32::max` loses NaN.
+                Pool::Max => near.iter().copied().fold(f32::NEG_INFINITY, larger),
             }
         };
         (0..scores.len()).map(pooled).collect()
     }
+}
+
+/// The larger of two numbers, or NaN if one is.
+const fn larger(most: f32, x: f32) -> f32 {
+    if x > most || x.is_nan() { x } else { most }
 }

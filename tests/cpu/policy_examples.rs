@@ -68,6 +68,34 @@ fn recent_tokens_are_not_pooled() {
     }
 }
 
+/// Pooling hides no score that is not a number, wherever text goes; a width of 1 changes nothing.
+#[test]
+fn pooling_keeps_what_is_not_a_number() {
+    let scores = [0.5, f32::NEG_INFINITY, 2.0, -0.0, f32::INFINITY, 0.0, 1.0, 3.0];
+    for pool in [Pool::Average, Pool::Max] {
+        let same = Pooling::new(pool, 1).unwrap().apply(&scores);
+        assert!(same.iter().zip(&scores).all(|(got, given)| got.to_bits() == given.to_bits()), "{pool:?}: {same:?}");
+        for width in [1, 3, 7] {
+            let pooling = Pooling::new(pool, width).unwrap();
+            let mut spoilt = [1.0; 12];
+            spoilt[5] = f32::NAN;
+            let pooled = pooling.apply(&spoilt);
+            let reached: Vec<bool> = (0..12usize).map(|token| token.abs_diff(5) <= width / 2).collect();
+            assert_eq!(pooled.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), reached, "{pool:?} of {width}");
+            for rule in [TextRule::Equal, TextRule::Raised, TextRule::Stays] {
+                let policy = Policy { ratio: 0.75, ..policy(2, rule, Some(pooling)) };
+                let (spans, held) = (spans(12, (3, 8)), held(12, (0..12).collect()));
+                let selected = policy.select(&spans, 1, 1, &sums(&spoilt)).map(drop);
+                let again = policy.select_again(&spans, &held, 12, &sums(&spoilt)).map(drop);
+                for refused in [selected, again] {
+                    let told = matches!(refused, Err(Error::NotANumber { .. }));
+                    assert!(told, "{pool:?} of {width}, {rule:?}: {refused:?}");
+                }
+            }
+        }
+    }
+}
+
 /// Text is what was text in the prompt, wherever a token is held now.
 #[test]
 fn text_stays_text_when_tokens_left() {
