@@ -62,6 +62,8 @@ pub struct DenseLayer<T> {
 }
 
 /// The queries to measure: those of [`ObservedPrompt::query_rows`], one row for each, `[rows, query_heads, head_dim]`.
+/// They are measured causally: each sees the tokens up to its own. A policy is therefore not for queries of an image
+/// that see each other in the model.
 #[derive(Debug)]
 pub struct MeasuredQueries<'a, T> {
     /// The queries, after rotary embedding, with their layout. It has one head per query head.

@@ -8,7 +8,7 @@ use super::measured_layers::MeasuredLayer;
 use super::observed::columns;
 use crate::backend::{Backend, NewQueries, SpanBytes, SpanRead, TensorRows};
 use crate::format::AttentionShape;
-use crate::plan::RowLayout;
+use crate::plan::{PlannedRun, RowLayout, Visible};
 use crate::policy::{
     ColumnRequest, HeadAggregation, KeepRule, LayerStatistics, Policy, QueryPositions, ScoreRequest, Selection, Spans,
 };
@@ -162,14 +162,18 @@ impl<B: Backend> ObservedParts<B> {
     /// Through wgpu it submits them, unless `Wgpu::record` takes them for the pass of the engine. Where no query of the
     /// part is measured it does nothing.
     ///
+    /// Measured rows are causal: each sees the tokens up to its own. A step may let the tokens of an image see each
+    /// other ([`ModelCache::begin_append_seeing`]) if the policy measures none of them.
+    ///
     /// A step that was measured is to be committed. If it is abandoned, or the kernels are not submitted, the prompt
     /// has to be observed from its beginning.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, no step of the sequence is open, or the step appends no part of the
     /// prompt; [`Error::Selection`] when parts were left out or measured before; [`Error::Elements`] when a tensor has
-    /// fewer rows than the step; [`Error::Unsupported`] when attention is measured in a layer with a soft cap, or with
-    /// sinks and without log-sum-exps; [`Error::OutOfMemory`] or [`Error::Limit`].
+    /// fewer rows than the step; [`Error::Unsupported`] when a measured row is not causal in the step, or attention is
+    /// measured in a layer with a soft cap, or with sinks and without log-sum-exps; [`Error::OutOfMemory`] or
+    /// [`Error::Limit`].
     pub fn observe(&mut self, cache: &ModelCache<B>, layer: usize, queries: PartQueries<'_, B::Tensor>) -> Result<()> {
         let part = cache.open_part(layer, (self.sequence, self.start))?;
         let (total, layers) = (self.spans.tokens(), self.layers.len());
@@ -199,7 +203,8 @@ impl<B: Backend> ObservedParts<B> {
         let log_sum_exps = queries.log_sum_exps.filter(|_| of_prompt);
         of.layer.attention.check_measured(layer, log_sum_exps.is_some())?;
         let positions = rows.positions()[first..end].to_vec();
-        let first_row = part.first_row + positions[0] as usize - (part.end - part.tokens);
+        part.check_causal(layer, &positions)?;
+        let first_row = part.planned.first_row + part.query(positions[0]);
         let measured = QueryPositions::new(positions, part.end)?;
         let stores = cache.stores(layer)?;
         self.backend.dequantize_with(stores[0], part.read, &mut self.scratch)?;
@@ -397,13 +402,43 @@ fn words_of(bytes: &SpanBytes) -> Vec<u32> {
 
 /// A part of a prompt that the open step appends.
 struct OpenPart<'a> {
-    /// Its first row among those of the step.
-    first_row: usize,
+    /// Its queries among those of the step.
+    planned: &'a PlannedRun,
     tokens: usize,
     /// Tokens of the prompt up to its end.
     end: usize,
     /// The prompt so far.
     read: SpanRead<'a>,
+}
+
+impl OpenPart<'_> {
+    /// Which query of the part stands at a position of the prompt.
+    const fn query(&self, position: u32) -> usize {
+        position as usize - (self.end - self.tokens)
+    }
+
+    /// Checks that the queries at these positions of the prompt see the tokens up to their own, as kernels measure.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    fn check_causal(&self, layer: usize, positions: &[u32]) -> Result<()> {
+        let other = positions.iter().find(|&&position| !self.planned.sees_causally(self.query(position)));
+        let Some(position) = other else { return Ok(()) };
+        let seen = match &self.planned.run.visible {
+            Visible::All => "all tokens of the step",
+            Visible::Causal => "the tokens up to its own",
+            Visible::Window { .. } => "a window",
+            Visible::Spans { .. } => "a span that ends behind it, or a window",
+            Visible::Tree(_) => "a draft tree",
+        };
+        let what = format!(
+            "layer {layer}: a policy that measures the query at position {position} of the prompt, which sees {seen} in \
+             this step"
+        );
+        let hint = "measured queries see the tokens up to their own, all of them and no other; append the part with \
+                    causal queries, or choose a policy that measures text behind the images, such as VL-Cache";
+        Err(Error::Unsupported { what, hint: hint.into() })
+    }
 }
 
 impl<B: Backend> ModelCache<B> {
@@ -422,6 +457,6 @@ impl<B: Backend> ModelCache<B> {
             return Err(Error::Plan { what: "prompt in parts", reason });
         };
         let read = SpanRead { pages: &prompt.lease.pages, tokens: prompt.tokens, range_slot: 0, centre: held.centre };
-        Ok(OpenPart { first_row: planned.first_row, tokens: planned.run.queries, end: prompt.tokens, read })
+        Ok(OpenPart { planned, tokens: planned.run.queries, end: prompt.tokens, read })
     }
 }

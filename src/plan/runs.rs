@@ -73,6 +73,13 @@ impl PlannedRun {
         seen_by(self.limits(query), span)
     }
 
+    /// Whether a query of the run sees every position up to its own, and no other.
+    pub(crate) fn sees_causally(&self, query: usize) -> bool {
+        let RowLimits { from, to, tree } = self.limits(query);
+        let masked = (tree..to).all(|position| self.sees(query, position as usize));
+        from == 0 && to as usize == self.stand.position(query) + 1 && masked
+    }
+
     /// Whether the first query sees the newest token of its sequence.
     #[cfg(feature = "cuda")]
     pub(crate) fn sees_newest(&self) -> bool {

@@ -5,8 +5,8 @@ use kvpack::SegmentFormat;
 use kvpack::backend::TensorRows;
 use kvpack::cache::{ModelCache, PartQueries, PromptSpan, Recipe, StoreId, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor};
-use kvpack::plan::{ElementType, LayerAttention, RowLayout, TokenRange};
-use kvpack::policy::{Policy, Spans};
+use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, TokenRange, TreeMask, Visible};
+use kvpack::policy::{MeasuredRows, Policy, Spans};
 use pollster::block_on;
 
 use any_backend::unpacked_prompts::{Calls, check_mixture, check_policy, of_queries, pairs, shape};
@@ -84,6 +84,66 @@ fn parts_that_do_not_fit_are_refused() {
     assert_eq!((cache.tokens(0, 0), cache.tokens(0, 2), cache.length(0)), (Ok(45), Ok(90), Ok(90)));
     (0..3).for_each(|sequence| cache.clear(sequence).unwrap());
     assert_eq!(cache.memory().in_use_bytes(), 0);
+}
+
+/// Statistics are causal. A measured query that sees anything else in its step is refused, and nothing is measured.
+#[test]
+fn measured_queries_are_causal() {
+    let image = TokenRange::new(10, 50).unwrap();
+    let seen_by = |policy: Policy, visible: &Visible| {
+        let mut cache = ModelCache::new(&Cpu::new(), &[(shape(), Recipe::f16())], 1).unwrap();
+        let spans = Spans::new(60, &[image]).unwrap();
+        let mut prompt = block_on(cache.observe_parts(0, policy, spans)).unwrap();
+        let run = [TokenRun::unpacked(0, 60)];
+        let begin = |cache: &mut ModelCache<Cpu>, visible: Visible| {
+            block_on(cache.reserve_for_append(&run)).unwrap();
+            cache.begin_append_seeing(&run, &[QueryRun::new(0, 60, visible)]).unwrap();
+            let keys = CpuTensor::F32((0..60 * 128).map(|i| (i as f32 * 0.3).sin()).collect());
+            block_on(cache.store(0, RowLayout::token_major(60, &shape()), &keys, &keys)).unwrap();
+        };
+        begin(&mut cache, visible.clone());
+        let observed = observe(&mut prompt, &cache, 60);
+        if observed.is_err() {
+            // The same prompt is measured once its step is causal.
+            cache.abandon();
+            begin(&mut cache, Visible::Causal);
+            observe(&mut prompt, &cache, 60).unwrap();
+        }
+        cache.commit().unwrap();
+        observed
+    };
+    let seeing = |span: std::ops::Range<usize>| Visible::spans(std::slice::from_ref(&span));
+    let tree = |parent: fn(usize) -> usize| {
+        let parents: Vec<Option<usize>> = (0..60).map(|node: usize| (node > 0).then(|| parent(node))).collect();
+        Visible::Tree(TreeMask::from_parents(&parents).unwrap())
+    };
+    let (h2o, vlcache) = (|| Policy::h2o(0.5).unwrap(), || Policy::vlcache(0.5).unwrap());
+    let refused = [
+        (h2o(), seeing(10..50), "position 10"),
+        (h2o(), seeing(10..12), "position 10"),
+        (h2o(), Visible::All, "position 0"),
+        (h2o(), tree(|node| node / 2), "position 3"),
+        (h2o(), Visible::Window { left: 55 }, "position 56"),
+        (vlcache(), seeing(10..52), "position 50"),
+        (vlcache(), Visible::All, "position 50"),
+    ];
+    for (policy, visible, place) in refused {
+        match seen_by(policy, &visible) {
+            Err(Error::Unsupported { what, .. }) => assert!(what.contains(place), "{visible:?}: {what}"),
+            other => panic!("{visible:?}: {other:?}"),
+        }
+    }
+    let allowed = [
+        (vlcache(), seeing(10..50)),
+        (h2o(), Visible::Causal),
+        (h2o(), seeing(10..11)),
+        (h2o(), tree(|node| node - 1)),
+        (Policy::streaming(4, 8), seeing(10..50)),
+        (Policy { rows: MeasuredRows::Last(1), ..h2o() }, Visible::All),
+    ];
+    for (policy, visible) in allowed {
+        seen_by(policy, &visible).unwrap_or_else(|error| panic!("{visible:?}: {error}"));
+    }
 }
 
 /// Without room for what is kept nothing has changed.
