@@ -3,8 +3,19 @@
 use crate::counts::{MOST_LAYERS, TokenCount, collected, whole};
 use crate::{Error, Result};
 
-/// Keeps products of a ratio and a whole number from ending just below a whole number.
+/// By how much a sum of shares may miss what it would be without rounding.
 pub(super) const ROUNDING: f64 = 1e-12;
+
+/// The whole tokens of `x` tokens. What rounding left just below a whole number counts as that number: floats lie the
+/// farther apart the larger they are, and a product of three is wrong by less than twice their distance.
+pub(super) fn whole_tokens(x: f64) -> usize {
+    whole(x + (4.0 * f64::EPSILON * x).max(ROUNDING))
+}
+
+/// A share of `count` tokens, rounded down.
+pub(super) fn share_of(count: f64, ratio: f64) -> usize {
+    whole_tokens(count * ratio).min(whole(count))
+}
 
 /// Checks that a ratio lies in 0 ..= 1.
 ///
@@ -43,7 +54,7 @@ pub(super) fn share_of_tokens(heads: usize, length: usize, ratio: f64) -> Result
     }
     let tokens = TokenCount::new(length)?.get();
     // The product of the two floats rounds like the float of the integer product.
-    Ok(whole(heads as f64 * tokens as f64 * ratio + ROUNDING))
+    Ok(share_of(heads as f64 * tokens as f64, ratio))
 }
 
 /// Checks that there are layers, and no more than [`MOST_LAYERS`].
@@ -53,4 +64,22 @@ pub(super) fn check_layers(layers: usize) -> Result<()> {
     }
     let allowed = format!("1 to {MOST_LAYERS}");
     Err(Error::Budget { what: "number of layers", given: layers.to_string(), allowed })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shares in hundredths are what integers say, whatever the number of tokens.
+    #[test]
+    fn shares_are_those_of_integers() {
+        let large = [16_384, 99_999, 100_000, 3_200_000, 123_456_789, 3_200_000_000, 1_000_000_000_000];
+        for count in (0..2000u64).chain(large) {
+            for hundredths in 0..=100 {
+                let share = share_of(count as f64, f64::from(hundredths as u32) / 100.0);
+                assert_eq!(share as u64, count * hundredths / 100, "{hundredths} % of {count}");
+            }
+        }
+        assert_eq!(uniform_budgets(32, 100_000, 0.29).map(|budgets| budgets.iter().sum::<usize>()), Ok(928_000));
+    }
 }

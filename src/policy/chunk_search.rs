@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use crate::counts::{TokenCount, collected, filled, whole};
+use crate::counts::{TokenCount, collected, filled};
 use crate::{Error, Result};
 
 /// Allowed sizes of a chunk in tokens. Cocktail uses 32.
@@ -120,7 +120,7 @@ pub fn chunk_shares(similarities: &[f32], shares: &[f64]) -> Result<Vec<usize>> 
     for &share in shares {
         super::check_ratio("share of the chunks", share)?;
         sum += share;
-        let below = whole(sum * similarities.len() as f64 + super::budget::ROUNDING);
+        let below = super::budget::whole_tokens(sum * similarities.len() as f64);
         ends.push(below.min(similarities.len()));
     }
     super::check_ratio("sum of the shares of chunks", (sum - super::budget::ROUNDING).max(0.0))?;

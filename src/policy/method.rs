@@ -1,6 +1,6 @@
 //! A whole method: what it measures, how much each layer keeps, and which tokens.
 
-use super::budget::{check_layers, check_ratio, share_of_tokens, uniform_budgets};
+use super::budget::{check_layers, check_ratio, share_of, share_of_tokens, uniform_budgets};
 use super::eviction::{TextRule, sink_and_recent, text_prior};
 use super::heads::HeadAggregation;
 use super::merging::Merging;
@@ -12,7 +12,7 @@ use super::spans::Spans;
 use super::sparsity::{DEFAULT_THRESHOLD, layer_sparsity, sparsity};
 use super::visibility::normalize_by_visibility;
 use super::vlcache_budget::{VlCacheLimits, budgets_to_target};
-use crate::counts::{TokenCount, collected, filled, reserved, whole};
+use crate::counts::{TokenCount, collected, filled, reserved};
 use crate::format::MOST_HEADS;
 use crate::{Error, Result};
 
@@ -357,7 +357,7 @@ impl Recent {
         match self {
             Self::Share(share) => {
                 check_ratio("share of recent tokens", share)?;
-                Ok(whole(count as f64 * share).min(count))
+                Ok(share_of(count as f64, share))
             }
             Self::Tokens(tokens) => Ok(tokens.min(count)),
         }

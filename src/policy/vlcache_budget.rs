@@ -1,7 +1,6 @@
 //! Budgets of tokens per layer, by the sparsity of each layer's attention (VL-Cache).
 
-use super::budget::{ROUNDING, check_ratio, total_budget};
-use crate::counts::whole;
+use super::budget::{check_ratio, share_of, total_budget, whole_tokens};
 use crate::{Error, Result};
 
 /// Bounds on the budget of every layer.
@@ -85,19 +84,19 @@ fn bounds(length: usize, limits: VlCacheLimits) -> Result<[usize; 2]> {
         let (given, allowed) = (limits.mandatory.to_string(), format!("at most {length}, the tokens of the prompt"));
         return Err(Error::Budget { what: "mandatory tokens", given, allowed });
     }
-    let share = |ratio: f64| whole(ratio * length as f64 + ROUNDING);
+    let share = |ratio: f64| share_of(length as f64, ratio);
     let lower = share(limits.min_ratio).max(limits.mandatory).max(1);
     Ok([lower, share(limits.max_ratio).max(lower).min(length)])
 }
 
 /// Integers close to `wanted` that sum to `target`, as far as the bounds allow.
 fn apportion(wanted: &[f64], target: usize, lower: usize, upper: usize) -> Vec<usize> {
-    let mut tokens: Vec<usize> = wanted.iter().map(|wanted| whole(wanted + ROUNDING)).collect();
-    let fraction = |layer: usize| wanted[layer] - (wanted[layer] + ROUNDING).floor();
+    let mut tokens: Vec<usize> = wanted.iter().copied().map(whole_tokens).collect();
+    let fractions: Vec<f64> = wanted.iter().zip(&tokens).map(|(wanted, &tokens)| wanted - tokens as f64).collect();
     let mut order: Vec<usize> = (0..wanted.len()).collect();
     let sum: usize = tokens.iter().sum();
     if sum > target {
-        order.sort_by(|&a, &b| fraction(a).total_cmp(&fraction(b)).then(a.cmp(&b)));
+        order.sort_by(|&a, &b| fractions[a].total_cmp(&fractions[b]).then(a.cmp(&b)));
         let mut excess = sum - target;
         for layer in order {
             let given = excess.min(tokens[layer] - lower.min(tokens[layer]));
@@ -107,7 +106,7 @@ fn apportion(wanted: &[f64], target: usize, lower: usize, upper: usize) -> Vec<u
         return tokens;
     }
     let mut left = target - sum;
-    order.sort_by(|&a, &b| fraction(b).total_cmp(&fraction(a)).then(a.cmp(&b)));
+    order.sort_by(|&a, &b| fractions[b].total_cmp(&fractions[a]).then(a.cmp(&b)));
     for layer in order {
         let taken = left.min(usize::from(tokens[layer] < upper));
         tokens[layer] += taken;

@@ -133,6 +133,18 @@ fn every_layer_and_head_draws_its_own_tokens() {
     assert_eq!(drawn.len(), 4);
 }
 
+/// 0.29 · 100 is 28.999999999999996 in floats.
+#[test]
+fn recent_tokens_are_the_whole_share() {
+    let (spans, rows) = (Spans::new(200, &[]).unwrap(), QueryPositions::last(1, 200).unwrap());
+    for (share, recent) in [(0.29, 29), (0.0, 0), (0.295, 29), (1.0, 100)] {
+        let keep = KeepRule::Best { recent: Recent::Share(share), text: TextRule::Equal };
+        let policy = Policy { keep, ..policy(0, TextRule::Equal, None) };
+        let request = policy.score_request(&spans, &rows, 100).unwrap();
+        assert_eq!(request.map(|request| request.recent), Some(recent), "{share}");
+    }
+}
+
 /// Of an image that ends among the recent tokens, only the part before them may leave.
 #[test]
 fn what_stays_anyway_fits_the_budget() {
