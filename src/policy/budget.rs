@@ -29,7 +29,8 @@ pub fn check_ratio(what: &'static str, ratio: f64) -> Result<()> {
 }
 
 /// Equal budgets of `layers` layers over a prompt of `length` tokens, as far as their total `floor(layers · length ·
-/// ratio)` allows. Lower layers take the remainder. The baseline of all layer budgets.
+/// ratio)` allows. Lower layers take the remainder. The baseline of all layer budgets. A policy with
+/// [`BudgetRule::Uniform`](super::BudgetRule::Uniform) leaves the remainder, so that layers do not differ.
 ///
 /// # Errors
 /// [`Error::Budget`] when the ratio is not in 0 ..= 1, there are no layers or tokens, or more than

@@ -1,6 +1,6 @@
 //! A whole method: what it measures, how much each layer keeps, and which tokens.
 
-use super::budget::{check_layers, check_ratio, share_of, share_of_tokens, uniform_budgets};
+use super::budget::{check_layers, check_ratio, share_of, share_of_tokens};
 use super::eviction::{TextRule, sink_and_recent, text_prior};
 use super::heads::HeadAggregation;
 use super::merging::Merging;
@@ -86,7 +86,8 @@ pub enum Weighing {
 /// How layers share the budget.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BudgetRule {
-    /// All layers equally.
+    /// Every layer the same number of tokens: the share of the prompt's tokens, rounded down. The layers of a step then
+    /// stay in one part.
     Uniform,
     /// By sparsity.
     VlCache {
@@ -268,16 +269,16 @@ impl Policy {
             return filled("budgets of layers", layers, length.min(sink.saturating_add(recent)));
         }
         match self.budget {
-            BudgetRule::Uniform => uniform_budgets(layers, length, self.ratio),
+            BudgetRule::Uniform => filled("budgets of layers", layers, share_of_tokens(1, length, self.ratio)?),
             BudgetRule::Pyramid { beta } => {
-                let capacity = uniform_budgets(1, length, self.ratio)?[0];
+                let capacity = share_of_tokens(1, length, self.ratio)?;
                 let recent = match self.keep {
                     KeepRule::Best { recent, .. } => recent.of(capacity)?,
                     _ => 0,
                 };
                 // If the recent tokens fill the budget, nothing remains to be shared out.
                 if recent >= capacity {
-                    return uniform_budgets(layers, length, self.ratio);
+                    return filled("budgets of layers", layers, capacity);
                 }
                 pyramid_budgets(layers, length, PyramidShape { capacity, recent, beta })
             }

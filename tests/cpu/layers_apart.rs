@@ -6,6 +6,7 @@ use std::rc::Rc;
 use kvpack::backend::{Forward, Forwarding, Packing, SpanWrite};
 use kvpack::cache::{Budget, Growth, ModelCache, StoreId, TokenRun};
 use kvpack::cpu::{Cpu, CpuIndices, CpuStore, CpuTensor};
+use kvpack::policy::Policy;
 use kvpack::{Error, Result, SegmentFormat};
 use pollster::block_on;
 
@@ -43,6 +44,19 @@ fn layers_that_kept_other_prompts_stay_apart() {
     let before = all_held(&cache, 0);
     come_and_go(&mut cache, 1);
     assert!(all_held(&cache, 0) == before);
+}
+
+/// A share that leaves a remainder of the layers' tokens: all keep the same number, and a step stays in one part.
+#[test]
+fn layers_with_one_share_stay_together() {
+    for (tokens, kept) in [(301, 60), (304, 60), (305, 61)] {
+        let prompt = Prompt::new(shape(), 3, tokens, 5);
+        let mut cache = prompt.cache(&Cpu::new(), &recipe("saw-int4"));
+        let observed = prompt.observe(&cache, Policy::h2o(0.2).unwrap());
+        block_on(cache.compress(0, &observed)).unwrap();
+        assert_eq!([0, 1, 2].map(|layer| cache.tokens(layer, 0)), [Ok(kept), Ok(kept), Ok(kept)], "{tokens}");
+        assert_eq!(parts(&mut cache), 1, "{tokens} tokens");
+    }
 }
 
 /// A layer that holds what another does and more holds something else.
