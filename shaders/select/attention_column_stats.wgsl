@@ -161,7 +161,9 @@ fn note_column(chunk: Chunk, index: u32, kv_head: u32, column: u32) {
 
 fn weight(column: u32, lane: u32) -> f32 {
     let of_column = columns[column];
-    return exp2(scores[column * SCORE_COLUMN + lane / 4u][lane % 4u] * of_column.x - of_column.y);
+    let exponent = scores[column * SCORE_COLUMN + lane / 4u][lane % 4u] * of_column.x - of_column.y;
+    // `exp2` of NaN is a number on some devices.
+    return select(exp2(exponent), exponent, is_nan(exponent));
 }
 
 // Sums, for the lane's key, of the subgroup's columns.

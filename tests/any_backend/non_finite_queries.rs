@@ -1,8 +1,9 @@
 //! Queries that hold NaN or infinities: the outputs of their heads are NaN, those of other heads what they were.
 
-use kvpack::backend::{Backend, QueryPrecision};
-use kvpack::cache::{KvCache, ModelRecipe, PromptSpan, Recipe};
-use kvpack::plan::{ElementType, LayerAttention, QueryRun, RowLayout, Scoring, TokenRange};
+use half::f16;
+use kvpack::backend::{Backend, QueryPrecision, TensorRows};
+use kvpack::cache::{DenseLayer, KvCache, MeasuredQueries, ModelRecipe, PromptSpan, Recipe};
+use kvpack::plan::{ElementType, Elements, LayerAttention, QueryRun, RowLayout, Scoring, TokenRange};
 use kvpack::policy::{HeadAggregation, Policy, ScoreRule};
 use kvpack::{AttentionShape, Bits, Calibration, Error};
 use pollster::block_on;
@@ -113,8 +114,21 @@ pub fn check_policies<B: Backend + Clone>(backend: &B) {
         let mut cache = prompt.cache(backend, &Recipe::f16());
         let policy = Policy::h2o(0.3).unwrap();
         let policy = Policy { scores: ScoreRule { aggregation, ..policy.scores }, ..policy };
-        let refused = block_on(cache.compress(0, &prompt.observe(&cache, policy))).map(drop);
+        let mut observed = prompt.observe(&cache, policy);
+        let refused = block_on(cache.compress(0, &observed)).map(drop);
         assert!(matches!(refused, Err(Error::NotANumber { .. })), "{aggregation:?}: {refused:?}");
+        // Keys in f16 have kernels of their own.
+        let halves = |rows: &[f32]| {
+            let rows: Vec<f16> = rows.iter().map(|&x| f16::from_f32(x)).collect();
+            block_on(backend.upload(Elements::F16(&rows))).unwrap()
+        };
+        let [keys, values] = [&prompt.keys[0], &prompt.values[0]].map(|rows| halves(rows));
+        let dense = DenseLayer { rows: RowLayout::token_major(150, &shape), keys, values };
+        let (tensor, layout) = prompt.measured(observed.query_rows(), backend, 0).unwrap();
+        let queries = MeasuredQueries { queries: TensorRows { tensor: &tensor, layout }, known_lse: None };
+        observed.observe(0, dense, Some(queries)).unwrap();
+        let refused = block_on(cache.compress(0, &observed)).map(drop);
+        assert!(matches!(refused, Err(Error::NotANumber { .. })), "{aggregation:?}, keys in f16: {refused:?}");
     }
 }
 
