@@ -1,7 +1,7 @@
 // token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
 //   sum_t is the largest of a group of heads;  w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
-//   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
+//   score_t = +inf of what stays in any case, where text is raised 0 or less in the order of p_t - max p of images, else p_t
 //
 // One block owns TILE tokens of a head. If text is raised, the block first searches all tokens of the head for the
 // largest value. Sums are read from the cache once per pooled token, and scores are written coalesced. For a NaN sum
@@ -82,6 +82,14 @@ __device__ __forceinline__ float pooled(const TokenScoresCall& call, const float
     return POOL == 1 ? all / (float)(2 * call.half_width + 1) : all;
 }
 
+// The score of an image among those of text that is raised: 0 for the largest score of all, and less in the order of the
+// others. To add the largest to text instead would round. NaN stays NaN.
+__device__ __forceinline__ float lowered(float score, float largest) {
+    if (score != score) return score;
+    // Bits ascend with numbers from 0 on, and descend with negative ones.
+    return score >= largest ? 0.0f : __uint_as_float(0xff7fffffu - (u32)max(__float_as_int(score), 0));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) token_scores(const TokenScoresCall call) {
     __shared__ float of_warps[THREADS / 32];
     const u32 kv_head = blockIdx.y;
@@ -110,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) token_scores(const TokenSc
         if (TEXT != 0) {
             const bool text = count_below((const u32*)call.boundaries, call.boundary_count, token + 1) % 2 == 0;
             stays = stays || (TEXT == 2 && text);
-            if (TEXT == 1 && text) score += largest;
+            if (TEXT == 1 && !text) score = lowered(score, largest);
         }
         scores[token] = stays ? __uint_as_float(INFINITE) : score;
     }

@@ -1,7 +1,7 @@
 // token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
 //   sum_t is the largest of a group of heads;  w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
-//   score_t = +inf of what stays in any case, p_t + max p of text that is raised, else p_t
+//   score_t = +inf of what stays in any case, where text is raised 0 or less in the order of p_t - max p of images, else p_t
 //
 // One workgroup owns TILE tokens of a head; an invocation owns every 256th of them. If text is raised, the workgroup
 // first searches all tokens of the head for the largest value. Sums are read from the cache once per pooled token, and
@@ -123,27 +123,38 @@ fn largest(first: u32, invocation: u32) -> f32 {
     return largest_of[0];
 }
 
+// The bits of the score of an image among those of text that is raised: 0 for the largest score of all, and less in the
+// order of the others. To add the largest to text instead would round. NaN stays NaN.
+fn lowered(score: f32, most: f32) -> u32 {
+    if (is_nan(score)) {
+        return bitcast<u32>(score);
+    }
+    // Bits ascend with numbers from 0 on, and descend with negative ones.
+    return select(0xff7fffffu - u32(max(bitcast<i32>(score), 0)), 0u, score >= most);
+}
+
 @compute @workgroup_size(256)
 fn token_scores(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) invocation: u32) {
     let head = workgroup.y;
     let first = call.first_sum + head * GROUP * call.tokens;
-    var raise = 0f;
+    var most = 0f;
     if (TEXT == 1u) {
-        raise = largest(first, invocation);
+        most = largest(first, invocation);
     }
     let end = min((workgroup.x + 1u) * TILE, call.tokens);
     for (var token = workgroup.x * TILE + invocation; token < end; token += INVOCATIONS) {
         if (is_nan(sum_of(first, token))) {
             atomicMax(&not_numbers[head], call.tokens - token);
         }
-        var score = bitcast<u32>(pooled(first, token));
+        let value = pooled(first, token);
+        var score = bitcast<u32>(value);
         var stays = token >= call.recent_from;
         if (TEXT != 0u) {
             let ends = call.row_count + call.boundary_count;
             let text = count_below(call.row_count, ends, token + 1u) % 2u == 0u;
             stays = stays || (TEXT == 2u && text);
-            if (TEXT == 1u && text) {
-                score = bitcast<u32>(pooled(first, token) + raise);
+            if (TEXT == 1u && !text) {
+                score = lowered(value, most);
             }
         }
         scores[head * call.tokens + token] = select(score, INFINITE, stays);

@@ -56,8 +56,9 @@ pub fn sink_and_recent(tokens: usize, sink: usize, recent: usize) -> Result<Vec<
 pub enum TextRule {
     /// Text is scored like images.
     Equal,
-    /// Text scores are raised by the largest score of all (LOOK-M eq. 5: `A_s[T] += max A_s`). Text is evicted only if
-    /// there is more of it than tokens to keep.
+    /// Text scores are raised by the largest score of all (LOOK-M eq. 5: `A_s[T] += max A_s`). Nothing is rounded, so
+    /// that text keeps its order. Text is evicted only if there is more of it than `best`, or its score is 0: then it
+    /// ties with images of the largest score. Scores are not negative.
     #[default]
     Raised,
     /// Text always stays, as in the published code of LOOK-M. Text beyond the budget is an error.
@@ -90,8 +91,8 @@ pub(super) fn text_first(
         TextRule::Equal => recent_and_best(scores, recent, best),
         TextRule::Raised => {
             let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let raised = scores.iter().zip(text).map(|(&score, &text)| if text { score + largest } else { score });
-            recent_and_best(&raised.collect::<Vec<f32>>(), recent, best)
+            let of_token = |(&score, &text): (&f32, &bool)| if text { score } else { lowered(score, largest) };
+            recent_and_best(&scores.iter().zip(text).map(of_token).collect::<Vec<f32>>(), recent, best)
         }
         TextRule::Stays => {
             let protected = |&token: &u32| text[token as usize] || (token as usize).saturating_add(recent) >= tokens;
@@ -99,6 +100,19 @@ pub(super) fn text_first(
             keep(scores, &protected, recent.saturating_add(best))
         }
     }
+}
+
+/// The score of an image among those of text that is raised: 0 for the largest score of all, and less in the order of
+/// the others. To add the largest to text instead would round. NaN stays NaN.
+pub(crate) fn lowered(score: f32, largest: f32) -> f32 {
+    if score.is_nan() {
+        return score;
+    }
+    if score >= largest {
+        return 0.0;
+    }
+    // Bits ascend with numbers from 0 on, and descend with negative ones.
+    f32::from_bits(0xff7f_ffff - (score.max(0.0) + 0.0).to_bits())
 }
 
 fn check_protected(protected: &[u32], tokens: usize) -> Result<()> {
@@ -110,5 +124,21 @@ fn check_protected(protected: &[u32], tokens: usize) -> Result<()> {
             Err(Error::Selection { reason: format!("token {last} is protected, but there are {tokens} tokens") })
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::lowered;
+
+    #[test]
+    fn images_are_ordered_below_text() {
+        let scores = [0.0, f32::from_bits(1), 4e-4, 1.0, f32::from_bits(0x3f80_0001), 16384.0, f32::MAX];
+        let below = scores.map(|score| lowered(score, f32::MAX));
+        assert!(below.is_sorted_by(|a, b| a < b), "{below:?}");
+        assert_eq!((below[0], below[6]), (f32::MIN, 0.0));
+        assert_eq!(lowered(-0.0, 1.0), lowered(0.0, 1.0));
+        assert_eq!([lowered(0.0, 0.0), lowered(f32::INFINITY, f32::INFINITY)], [0.0; 2]);
+        assert!(lowered(f32::MAX, f32::INFINITY) <= 0.0 && lowered(f32::NAN, 1.0).is_nan());
     }
 }

@@ -66,6 +66,7 @@ pub use chunk_search::{
     CHUNK_TOKENS, ChunkPrecision, ChunkSearch, ChunkThresholds, check_order, check_widths, chunk_search, chunk_shares,
     reorder_plan,
 };
+pub(crate) use eviction::lowered;
 pub use eviction::{TextRule, keep, recent_and_best, sink_and_recent, text_prior};
 pub use heads::HeadAggregation;
 pub use merging::{Merging, Nearest, merge_plan};

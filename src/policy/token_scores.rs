@@ -8,7 +8,8 @@ use crate::plan::TokenRange;
 use crate::{Error, Result};
 
 /// How column sums become the scores of tokens. The tokens with the best scores are those that [`Policy::select`] keeps
-/// of a KV head. Tokens that stay in any case score +∞.
+/// of a KV head. Tokens that stay in any case score +∞. Where text is raised ([`TextRule::Raised`]), it keeps its scores,
+/// and images score 0 or less, in order. Sums are not negative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreRequest<'a> {
     /// The query rows that were summed.

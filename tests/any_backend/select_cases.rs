@@ -2,9 +2,11 @@
 //! middle of a context, groups of query heads, layouts of both kinds.
 
 use kvpack::AttentionShape;
+use kvpack::backend::Backend;
 use kvpack::cpu::{DenseRows, StatsInput};
-use kvpack::plan::{Elements, RowLayout, Scoring};
-use kvpack::policy::QueryPositions;
+use kvpack::plan::{Elements, RowLayout, Scoring, TokenRange};
+use kvpack::policy::{HeadAggregation, QueryPositions, ScoreRequest, ScoreRule, Spans, TextRule, Weighing, text_prior};
+use pollster::block_on;
 
 /// Queries `[rows, query_heads, head_dim]` and keys of one layer.
 pub struct Case {
@@ -101,4 +103,38 @@ pub fn every_third(tokens: usize, heads: usize) -> Vec<u32> {
     (0..heads)
         .flat_map(|head| (0..count as u32).map(move |i| (3 * i + head as u32 % 3).min(tokens as u32 - 1)))
         .collect()
+}
+
+/// Text goes before images by exact scores, however large the largest of them is: on the host and on a backend.
+///
+/// # Panics
+/// When another token stays.
+pub fn check_text_first<B: Backend>(backend: &B) {
+    // Scores, the tokens of an image, recent tokens, the number of others that stay, and what stays.
+    let large = [16384.0, 4e-4, 0.0, 2e-4, 4e-4, 1.0];
+    let cases: [(&[f32], _, _, _, &[u32]); 6] = [
+        (&large[..3], Some((0, 1)), 1, 1, &[1, 2]),
+        // The order of text, which is that without images.
+        (&large, Some((0, 1)), 1, 2, &[1, 4, 5]),
+        (&large, None, 1, 3, &[0, 1, 4, 5]),
+        // All text, and the best of the images.
+        (&[f32::MAX, 3e38, 0.0, 0.5, 0.0, 0.0], Some((0, 2)), 0, 5, &[0, 2, 3, 4, 5]),
+        (&[0.0, 1e-40, 2.0, 0.0, 4.0], Some((0, 3)), 1, 2, &[2, 3, 4]),
+        // Text of score 0 ties with images of the largest, and the earlier stay (LOOK-M eq. 5).
+        (&[1.0, 1.0, 0.0, 1.0, 1.0], Some((0, 2)), 1, 3, &[0, 1, 3, 4]),
+    ];
+    for (scores, image, recent, best, stays) in cases {
+        let images: Vec<TokenRange> =
+            image.into_iter().map(|(start, end)| TokenRange::new(start, end).unwrap()).collect();
+        let spans = Spans::new(scores.len(), &images).unwrap();
+        assert_eq!(text_prior(scores, &spans, TextRule::Raised, recent, best).unwrap(), stays, "{scores:?}");
+        let rows = QueryPositions::last(1, scores.len()).unwrap();
+        let rule = ScoreRule { aggregation: HeadAggregation::Mean, weighing: Weighing::Sum, pooling: None };
+        let request =
+            ScoreRequest { rows: &rows, spans: &spans, scores: rule, group: 1, text: TextRule::Raised, recent };
+        let sums = block_on(backend.upload(scores.into())).unwrap();
+        let scored = backend.token_scores(&sums, 1, &request).unwrap();
+        let chosen = backend.top_k(&scored.scores, 1, recent + best).unwrap();
+        assert_eq!(block_on(backend.download_indices(&chosen)).unwrap(), stays, "{scores:?} on the backend");
+    }
 }

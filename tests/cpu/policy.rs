@@ -66,6 +66,16 @@ proptest! {
         prop_assert!(!(an_image_stays && text_leaves));
     }
 
+    /// Without an image, text that goes first is text like any other.
+    #[test]
+    fn raised_text_keeps_its_order(scores in scores(), recent in 0f64..=1.0, best in 0f64..=1.0) {
+        let recent = (scores.len() as f64 * recent) as usize;
+        let best = ((scores.len() - recent) as f64 * best) as usize;
+        let spans = Spans::new(scores.len(), &[]).unwrap();
+        let of = |rule| text_prior(&scores, &spans, rule, recent, best).unwrap();
+        prop_assert_eq!(of(TextRule::Raised), of(TextRule::Equal));
+    }
+
     #[test]
     fn budgets_sum_to_the_total(sparsity in proptest::collection::vec(0f64..=1.0, 1..40), length in 1usize..3000, alpha in 0f64..=1.0) {
         let layers = sparsity.len();
@@ -237,7 +247,7 @@ fn text_that_always_stays_may_be_too_much() {
     let stays = |recent, best| text_prior(&scores, &spans, TextRule::Stays, recent, best);
     assert_eq!(stays(2, 6).unwrap(), [0, 1, 2, 3, 6, 7, 8, 9]);
     assert!(matches!(stays(2, 3), Err(Error::Budget { .. })));
-    // Raised text ties, and the earlier of it stays.
+    // Raised text of score 0 ties with the best image, and the earlier of them stays.
     let raised = text_prior(&scores, &spans, TextRule::Raised, 2, 3).unwrap();
     assert_eq!(raised, [0, 1, 2, 8, 9]);
 }

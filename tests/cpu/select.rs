@@ -9,7 +9,7 @@ use kvpack::policy::{ColumnRequest, HeadAggregation, Merging, Nearest, QueryPosi
 use kvpack::{AttentionShape, Error};
 
 use any_backend::exact::dot;
-use any_backend::select_cases::{Case, cases, every_third};
+use any_backend::select_cases::{Case, cases, check_text_first, every_third};
 
 fn close(got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len());
@@ -116,6 +116,11 @@ fn the_best_scores() {
     assert_eq!(cpu::top_k(&[5.0], 1, 1).unwrap(), [0]);
     assert!(matches!(cpu::top_k(&[5.0; 6], 2, 4), Err(Error::TopK { k: 4, n: 3 })));
     assert!(matches!(cpu::top_k(&[5.0; 5], 2, 1), Err(Error::Elements { .. })));
+}
+
+#[test]
+fn text_goes_first_by_exact_scores() {
+    check_text_first(&cpu::Cpu::new());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use kvpack::cuda::{Cuda, KernelCache};
 use pollster::block_on;
 use proptest::prelude::*;
 
-use any_backend::{compressed, mixed, scored_policies};
+use any_backend::{compressed, mixed, scored_policies, select_cases};
 
 fn device() -> Cuda {
     Cuda::open(0, KernelCache::of_user()).expect("an NVIDIA GPU")
@@ -29,6 +29,12 @@ fn what_grows_is_compressed_again_as_on_the_cpu() {
 #[ignore = "needs an NVIDIA GPU"]
 fn attention_is_measured_with_the_scale_of_the_layer() {
     scored_policies::check(&device());
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn text_goes_first_by_exact_scores() {
+    select_cases::check_text_first(&device());
 }
 
 proptest! {

@@ -2,7 +2,7 @@
 //! on which adapter.
 
 use crate::gpu_device;
-use any_backend::{compressed, scored_policies};
+use any_backend::{compressed, scored_policies, select_cases};
 
 #[test]
 fn attention_is_measured_with_the_scale_of_the_layer() {
@@ -17,4 +17,9 @@ fn the_device_keeps_what_the_cpu_keeps() {
 #[test]
 fn what_grows_is_compressed_again_as_on_the_cpu() {
     compressed::growing::check_growing(&gpu_device::shared(), 0.98);
+}
+
+#[test]
+fn text_goes_first_by_exact_scores() {
+    select_cases::check_text_first(&gpu_device::shared());
 }

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::counts::saturated;
-use crate::policy::{ScoreRequest, TextRule};
+use crate::policy::{ScoreRequest, TextRule, lowered};
 
 /// The scores of the tokens of every KV head, `[kv_heads, tokens]`, computed from their column sums ([`ScoreRequest`]).
 /// For every head also the number of tokens from its first NaN sum to the end, or 0 without a NaN. A token has the
@@ -29,8 +29,8 @@ pub fn token_scores(sums: &[f32], kv_heads: usize, request: &ScoreRequest<'_>) -
         for (token, (score, &text)) in scores.iter_mut().zip(&text).enumerate() {
             if token >= recent_from || (text && request.text == TextRule::Stays) {
                 *score = f32::INFINITY;
-            } else if text && request.text == TextRule::Raised {
-                *score += largest;
+            } else if !text && request.text == TextRule::Raised {
+                *score = lowered(*score, largest);
             }
         }
         let first = sums.iter().position(|sum| sum.is_nan());
