@@ -206,7 +206,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// `spans` are those of the whole sequence, as long as [`ModelCache::length`]; appended tokens are text. `queries`
     /// are those of the newest tokens, one tensor for each layer in order, all with the same number of rows.
     /// [`Policy::rows_again`] of [`ModelCache::appended`] returns the number of rows that the policy prefers. An engine
-    /// that keeps fewer may pass fewer. A policy that measures nothing takes none.
+    /// that keeps fewer may pass fewer. A policy that measures nothing takes none. Scores are of these queries alone: H2O
+    /// and LOOK-M forget earlier sums.
     ///
     /// The contents of the sequence are decoded, measured and chosen from. The kept tokens are stored as one span, as
     /// [`ModelCache::compress`] does with a prompt: in the first packed store of the layer's recipe, including tokens

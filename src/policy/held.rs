@@ -24,7 +24,8 @@ impl Policy {
     ///
     /// `spans` are those of the whole sequence, evicted tokens included. Budgets are shares of its length, and a layer
     /// whose budget exceeds the tokens that it holds keeps all of them. `held` names the tokens that each layer holds
-    /// by their positions in the sequence, and the result does too. The newest `rows` tokens were measured.
+    /// by their positions in the sequence, and the result does too. The newest `rows` tokens were measured, and scores
+    /// are of these alone: earlier sums are forgotten, also those that H2O and LOOK-M accumulate.
     /// `statistics` cover the tokens that a layer holds: column sums are `[kv_heads, held]`, in the order of positions.
     /// The first and last tokens, and neighbours, are those among the held tokens.
     ///

@@ -149,7 +149,7 @@ const MEAN: ScoreRule = ScoreRule { aggregation: HeadAggregation::Mean, weighing
 
 impl Policy {
     /// VL-Cache: scores from the text after the image, budgets by sparsity, a tenth of each budget recent. In long
-    /// questions the last 50 rows count, as in the paper's measurements.
+    /// questions the last 50 rows count, as in the paper's measurements. Every layer keeps at least 1 % of the prompt.
     ///
     /// # Errors
     /// [`Error::Budget`] when the ratio is not in 0 ..= 1. The same holds for the presets below.
@@ -178,7 +178,8 @@ impl Policy {
         Self { ratio, rows: MeasuredRows::All, scores: MEAN, budget, keep, merging: None }.checked()
     }
 
-    /// SnapKV: scores from the last 32 rows, averaged over 7 neighbouring tokens. Those rows stay.
+    /// SnapKV: scores from the last 32 rows, averaged over 7 neighbouring tokens. Those rows stay. [`Pool::Max`] is the
+    /// other choice of pooling.
     ///
     /// # Errors
     /// [`Error::Budget`].
@@ -188,7 +189,7 @@ impl Policy {
         Ok(Self { rows: MeasuredRows::Last(32), scores, keep, ..Self::h2o(ratio)? })
     }
 
-    /// PyramidKV: SnapKV with the last 8 rows, pooled over 7 tokens, and budgets that shrink with the layer.
+    /// PyramidKV: SnapKV with the last 8 rows, averaged over 7 tokens, and budgets that shrink with the layer.
     ///
     /// # Errors
     /// [`Error::Budget`].
@@ -198,7 +199,8 @@ impl Policy {
         Ok(Self { rows: MeasuredRows::Last(8), budget, keep, ..Self::snapkv(ratio)? })
     }
 
-    /// StreamingLLM: the first `sink` and the last `recent` tokens.
+    /// StreamingLLM: the first `sink` and the last `recent` tokens. They keep the positions that they had in the sequence,
+    /// where StreamingLLM counts positions within its cache.
     pub const fn streaming(sink: usize, recent: usize) -> Self {
         let keep = KeepRule::SinkAndRecent { sink, recent };
         Self { ratio: 1.0, rows: MeasuredRows::None, scores: MEAN, budget: BudgetRule::Uniform, keep, merging: None }

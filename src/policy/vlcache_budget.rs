@@ -36,9 +36,13 @@ pub struct VlCacheBudgets {
 /// `β = clip((1 − γ) / Z · α · layers, min_ratio, max_ratio)` with `Z = Σ (1 − γ)`.
 ///
 /// Then the total is apportioned in whole tokens by largest remainder: `floor(β · length)` each, one more by descending
-/// fraction (ties to the lower layer), and the remainder fills layers in order. If the lower bounds exceed the total,
-/// layers give tokens back by ascending fraction as far as their bounds allow. If the bounds alone exceed the total,
-/// the bounds win. If all layers are entirely sparse (`Z = 0`), they are treated alike.
+/// fraction (ties to the lower layer), and the remainder fills layers in order, each up to its largest share. If the
+/// lower bounds exceed the total, layers give tokens back by ascending fraction, each down to its lower bound before the
+/// next gives any. If the bounds alone exceed the total, the bounds win. If all layers are entirely sparse (`Z = 0`),
+/// they are treated alike.
+///
+/// The paper does not say what becomes of the tokens that clipping takes or gives. Here the total stays as it was, and
+/// single layers make up the difference, so that their budgets are not in proportion to their density.
 ///
 /// # Errors
 /// [`Error::Budget`] when a ratio is not in 0 ..= 1, the bounds cross, or there are no layers or more than
