@@ -6,6 +6,7 @@
 //   fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32
 //     the output of a channel, of the mean that the integers give and the sum of weights
 //
+// needs: LARGEST_WEIGHT
 // gives: begin_value_ranges, take_value_ranges, ranged_weight, largest_ranged_weight, enter_weights, enter_value_tile,
 //   leave_value_tile, enter_block, channel_scale, finish_value_ranges
 
@@ -15,10 +16,10 @@ fn begin_value_ranges(invocation: u32) {}
 // Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The weight of token `i` of the lane for a head, relative to the largest weight of a step, times its scale: relative to
-// the largest such product.
+// The integer of token `i` of the lane for a head, not rounded yet: of its weight, relative to the largest of a step, times
+// its scale. The largest such product becomes LARGEST_WEIGHT.
 fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
-    return weight;
+    return weight * LARGEST_WEIGHT;
 }
 
 // That product.
@@ -265,8 +266,8 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // scale alone may be that of a token without weight, beside which all others become 0. The rest, p (m + 2^(bits-1) s),
 // is one sum per head.
 //
-// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, enters, finish_sums, from_ordered, largest_to_enter, ordered,
-//   rescale_acc, rescale_step, step_maxima, sum_parts, token_scores, weight_sum, weights
+// needs: HEADS, INVOCATIONS, LANE_TOKENS, LARGEST_WEIGHT, TILE_TOKENS, enters, finish_sums, from_ordered,
+//   largest_to_enter, ordered, rescale_acc, rescale_step, step_maxima, sum_parts, token_scores, weight_sum, weights
 // gives: begin_value_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_value_ranges,
 //   take_value_ranges, ranged_weight, largest_ranged_weight, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
@@ -285,8 +286,9 @@ const LEAST_SCALE: f32 = 1e-30f;
 var<workgroup> largest_exponents: array<atomic<u32>, 2u * HEADS>;
 
 var<private> value_range: array<vec2<f32>, LANE_TOKENS>;
-// Weight times scale: [head].
+// The largest weight times scale, and the factor of integers: [head].
 var<private> largest_product: array<f32, HEADS>;
+var<private> integer_factor: array<f32, HEADS>;
 var<private> min_sum: array<f32, HEADS>;
 var<private> min_total: array<f32, HEADS>;
 
@@ -342,7 +344,9 @@ fn take_value_ranges(parity: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
-        largest_product[head] = exp2(from_ordered(atomicLoad(&largest_exponents[parity * HEADS + head])) - step_max);
+        let exponent = from_ordered(atomicLoad(&largest_exponents[parity * HEADS + head])) - step_max;
+        largest_product[head] = exp2(exponent);
+        integer_factor[head] = exp2(-exponent) * LARGEST_WEIGHT;
         atomicStore(&largest_exponents[(1u - parity) * HEADS + head], 0u);
         var sum = 0f;
         // unroll
@@ -354,7 +358,7 @@ fn take_value_ranges(parity: u32) {
 }
 
 fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
-    return min(weight * value_range[i].x / largest_product[head], 1f);
+    return min(weight * value_range[i].x * integer_factor[head], LARGEST_WEIGHT);
 }
 
 fn largest_ranged_weight(head: u32) -> f32 {

@@ -189,7 +189,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, rescale_acc, rescale_step, tile_bases
-// gives: weight_bytes, begin_values, store_weights, add_values
+// gives: LARGEST_WEIGHT, weight_bytes, begin_values, store_weights, add_values
 
 // import attend/products.wgsl#value_dots
 // import attend/products.wgsl#weights_of_step
@@ -225,7 +225,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) * LARGEST_WEIGHT + dither[i]);
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) + dither[i]);
         }
         // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
@@ -306,7 +306,8 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, finish_output, put_output,
 //   rescale_acc, rescale_step, sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
+// gives: ValueVector, CHANNELS, LARGEST_WEIGHT, sums, value_pages, begin_values, store_weights, own_channel,
+//   add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 ///
 /// Files are named after a hash of the source, the options and the architecture. Several versions of kvpack and several
 /// machines may therefore share a directory, and a program may ship one to machines without NVRTC. A file that is
-/// damaged is compiled anew and replaced.
+/// damaged is compiled again and replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelCache {
     /// In this directory, which is created when it is needed.

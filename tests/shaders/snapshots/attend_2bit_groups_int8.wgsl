@@ -1269,9 +1269,9 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         let centres = group_minima(group) + VALUE_CENTRE * scales;
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let largest = exp2(block_max((group + 1u) * HEADS + head, parity, team, lane) - largest_scores[head]);
-            let unit = largest * LARGEST_WEIGHT_UNIT;
-            let integers = scales * (255f / largest);
+            let exponent = block_max((group + 1u) * HEADS + head, parity, team, lane) - largest_scores[head];
+            let unit = exp2(exponent) * LARGEST_WEIGHT_UNIT;
+            let integers = scales * (exp2(-exponent) * 255f);
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
             // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
             // Adding 181 wraps it around.

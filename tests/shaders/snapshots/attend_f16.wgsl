@@ -620,7 +620,8 @@ fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, finish_output, put_output,
 //   rescale_acc, rescale_step, sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
+// gives: ValueVector, CHANNELS, LARGEST_WEIGHT, sums, value_pages, begin_values, store_weights, own_channel,
+//   add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 

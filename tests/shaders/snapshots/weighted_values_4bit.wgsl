@@ -482,7 +482,7 @@ fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, rescale_acc, rescale_step, tile_bases
-// gives: weight_bytes, begin_values, store_weights, add_values
+// gives: LARGEST_WEIGHT, weight_bytes, begin_values, store_weights, add_values
 
 const LARGEST_WEIGHT: f32 = 32639f;
 // Factor of a sum of integer weights times bytes.
@@ -514,7 +514,7 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
         var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) * LARGEST_WEIGHT + dither[i]);
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) + dither[i]);
         }
         // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
@@ -784,10 +784,10 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The weight of token `i` of the lane for a head, relative to the largest weight of a step, times its scale: relative to
-// the largest such product.
+// The integer of token `i` of the lane for a head, not rounded yet: of its weight, relative to the largest of a step, times
+// its scale. The largest such product becomes LARGEST_WEIGHT.
 fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
-    return weight;
+    return weight * LARGEST_WEIGHT;
 }
 
 // That product.
