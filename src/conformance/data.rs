@@ -130,6 +130,7 @@ impl HeadData {
         let values = Channels::new(of_values, head_dim, &mut random).rows(tokens, &mut random);
         let mut data = Self { keys, values, queries: group.queries };
         match recipe.kind {
+            DataKind::EmptySink => data.values[sink * head_dim..][..head_dim].fill(0.0),
             DataKind::Small => data.make_small(),
             DataKind::Magnitudes => data.spread_magnitudes(kv_head, head_dim),
             DataKind::Ties => data.tie(&vec![1.0; head_dim], &mut random),
@@ -208,7 +209,8 @@ impl Channels {
             spread[channel] = 3.0;
         }
         match kind {
-            DataKind::ChannelOffsets | DataKind::Outliers | DataKind::Small | DataKind::Magnitudes => {}
+            DataKind::ChannelOffsets | DataKind::Outliers | DataKind::EmptySink => {}
+            DataKind::Small | DataKind::Magnitudes => {}
             // Every element is set.
             DataKind::Ties | DataKind::UnevenTies => {}
             DataKind::BiasedKeys => {

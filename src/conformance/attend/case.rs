@@ -99,6 +99,9 @@ pub enum DataKind {
     BiasedKeys,
     /// Every token has the same key and the same value, except for the sink's key.
     ConstantTokens,
+    /// As [`DataKind::ChannelOffsets`], but the sink's value is zero: the output of heads that see it is made of tokens
+    /// whose weights are far below the largest.
+    EmptySink,
     /// The same as [`DataKind::ChannelOffsets`] times 2^-12, and queries times 2^12: most steps of codes are at the
     /// smallest that f16 ranges hold ([`CodeRange::SMALLEST_STEP`](crate::format::CodeRange::SMALLEST_STEP)).
     Small,

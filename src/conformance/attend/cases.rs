@@ -271,6 +271,12 @@ fn sinks() -> Vec<AttendCase> {
     apart.segments.push(StoreCase::new(SegmentFormat::per_channel(Bits::Two)));
     apart.sequences = vec![vec![SpanCase { segment: 0, tokens: 4 }, SpanCase { segment: 1, tokens: 4096 }]];
     cases.push(apart);
+    let integers_of_tokens = [both(affine(Bits::Eight, Grouping::Token)), SegmentFormat::saw_int4()];
+    for format in [SegmentFormat::F16, SegmentFormat::kivi(Bits::Four)].into_iter().chain(integers_of_tokens) {
+        let mut case = AttendCase::new(&format!("sink-empty-{}", slug(&format.key)), shape(4, 128), format);
+        (case.data, case.quick) = (DataKind::EmptySink, format == SegmentFormat::F16);
+        cases.push(case.lengths(&[2048]));
+    }
     cases[2].quick = true;
     cases
 }
