@@ -9,6 +9,7 @@ use written::PackedParts;
 use super::attend::attend_step::AttendStep;
 use super::attend::prepare::prepare;
 use super::backend::Cuda;
+use super::device::page_format::PageFormat;
 use super::device::store::Store;
 use super::device::tensor::Tensor;
 use super::pack::non_finite_flags::NonFiniteFlags;
@@ -16,7 +17,8 @@ use super::pack::store_step::StoreStep;
 use super::table_upload::TableUpload;
 use crate::Result;
 use crate::backend::{BoundParts, OpenStep, StepClasses, StepKind, StepKinds, StepLayers, StepTensors};
-use crate::plan::{PlannedRun, QueryLayout, RowLayout};
+use crate::format::AttentionShape;
+use crate::plan::{PlannedRun, QueryLayout, RowLayout, StoreFormat};
 
 pub(super) use part::ModelLaunches;
 pub(super) use written::Part;
@@ -158,8 +160,19 @@ impl ModelStep {
         for StepKind { layout, stores, attention, .. } in of.step_kinds() {
             StoreStep::new(layout).prepare(&self.backend)?;
             prepare(&self.backend, layout.shape(), (stores, attention), longest)?;
+            if longest > 1 && stores.len() > 1 {
+                self.prepare_spans(layout.shape(), stores)?;
+            }
         }
         Ok(())
+    }
+
+    /// Compiles what packs parts of prompts as spans: f16 pages are read back, and packed pages written.
+    fn prepare_spans(&self, shape: &AttentionShape, stores: &[StoreFormat]) -> Result<()> {
+        stores.iter().try_for_each(|store| {
+            let program = PageFormat::new(shape, &store.format)?.rows_program();
+            self.backend.kernels().function(&program, "quantize_keys").map(drop)
+        })
     }
 
     /// Takes the parts of a step and queues their tables on the stream: a copy and a small kernel for all parts, before
