@@ -137,8 +137,8 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Elements`], [`Error::NotFinite`] and
-    /// [`Error::Plan`] for what was passed, [`Error::NoRoom`] or [`Error::OutOfMemory`] when it does not fit. The
-    /// cache is as it was.
+    /// [`Error::Plan`] for what was passed, [`Error::Unsupported`] when a span is gathered and the layer has a window,
+    /// [`Error::NoRoom`] or [`Error::OutOfMemory`] when it does not fit. The cache is as it was.
     pub async fn prefill(
         &mut self,
         sequence: usize,

@@ -204,8 +204,9 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::PromptSpans`], [`Error::NoTokens`], [`Error::Limit`] for too many tokens,
-    /// [`Error::Unsupported`] where ranks share sequences, [`Error::Plan`] when a span names no store of a layer or a
-    /// step is open, [`Error::NoRoom`] when too little room is free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
+    /// [`Error::Unsupported`] where ranks share sequences, or a span is gathered and a layer has a window,
+    /// [`Error::Plan`] when a span names no store of a layer or a step is open, [`Error::NoRoom`] when too little room is
+    /// free ([`ModelCache::reserve_for_prefill`]). Nothing has changed.
     pub fn begin_prefill(
         &mut self,
         sequence: usize,

@@ -35,7 +35,8 @@ impl<B: Backend> ModelCache<B> {
     /// Whether a prompt of these spans has room.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names no store of a layer.
+    /// [`Error::Plan`] when a span names no store of a layer, [`Error::Unsupported`] when one is gathered and a layer has
+    /// a window.
     pub fn fits_prefill(&self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<bool> {
         self.fits_room(&self.room_of_groups(|group| group.page_tables.room_for_prompt(spans))?)
     }
@@ -67,7 +68,8 @@ impl<B: Backend> ModelCache<B> {
     /// Room that a prompt of these spans needs in a layer, by store.
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer, or a span names no store of it.
+    /// [`Error::Plan`] when there is no such layer, or a span names no store of it, [`Error::Unsupported`] when one is
+    /// gathered and the layer has a window.
     pub fn room_for_prefill(&self, layer: usize, spans: &[PromptSpan<'_, B::Indices>]) -> Result<Vec<StoreRoom>> {
         self.group(layer)?.0.page_tables.room_for_prompt(spans)
     }
@@ -143,8 +145,8 @@ impl<B: Backend> ModelCache<B> {
     /// Allocates the room that a prompt needs, unless it exists.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a span names no store of a layer or a step is open, [`Error::NoRoom`] when the budget has no
-    /// room for it,
+    /// [`Error::Plan`] when a span names no store of a layer or a step is open, [`Error::Unsupported`] when one is
+    /// gathered and a layer has a window, [`Error::NoRoom`] when the budget has no room for it,
     /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve_for_prefill(&mut self, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
         let needed = self.room_of_groups(|group| group.page_tables.room_for_prompt(spans))?;

@@ -148,7 +148,8 @@ impl<B: Backend + Clone> ModelCache<B> {
     /// # Errors
     /// [`Error::Plan`] when a step is open, the sequence holds no prompt of which nothing is packed, or a span names no
     /// store of a layer; [`Error::PromptSpans`] when the spans are not those of a prompt of its length;
-    /// [`Error::NoRoom`] when too little room is free. The cache is as it was.
+    /// [`Error::Unsupported`] when a span is gathered and a layer has a window; [`Error::NoRoom`] when too little room is
+    /// free. The cache is as it was.
     pub fn pack_parts(&mut self, sequence: usize, spans: &[PromptSpan<'_, B::Indices>]) -> Result<()> {
         self.check_no_step()?;
         let (start, prompt) = self.groups[0].page_tables.unpacked(sequence, None)?;
