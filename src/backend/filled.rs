@@ -6,7 +6,7 @@
 //! [`PageAllocator`], which hands out pages, and on [`Packing::quantize`](super::Packing::quantize), which writes a
 //! span into them.
 
-use super::{Backend, NewCentre, SpanRead, SpanWrite, TokenWrite, WindowMove};
+use super::{Backend, LARGEST_CENTRED_KEY, NewCentre, SpanRead, SpanWrite, TokenWrite, WindowMove};
 use crate::counts::{TokenCount, saturated};
 use crate::format::{AttentionShape, Calibration, SegmentFormat, TILE_TOKENS};
 use crate::plan::{AttendPlan, Page, PageAllocator, QueryRun, RowLayout, Rows, SpanView, StoreView, TokenRange};
@@ -137,7 +137,7 @@ impl<B: Backend> FilledStores<B> {
         keys: &B::Tensor,
         of: (RowLayout, TokenRange),
     ) -> Result<()> {
-        let centre = NewCentre { rows: of.0, tokens: of.1, slot: sequence };
+        let centre = NewCentre { rows: of.0, tokens: of.1, slot: sequence, largest: LARGEST_CENTRED_KEY };
         self.stores.iter_mut().try_for_each(|store| backend.key_mean(store, keys, centre))
     }
 

@@ -44,7 +44,7 @@ pub struct SpanRead<'a> {
 }
 
 /// The keys whose mean becomes a centre, and its slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NewCentre {
     /// Layout of the keys in their tensor.
     pub rows: RowLayout,
@@ -52,10 +52,13 @@ pub struct NewCentre {
     pub tokens: TokenRange,
     /// Its slot.
     pub slot: usize,
+    /// The largest key that counts: [`LARGEST_CENTRED_KEY`], or less where packed stores hold less
+    /// ([`WriteLayout::largest_centred`](crate::plan::WriteLayout::largest_centred)). Larger keys and keys that are not
+    /// finite count as 0. Wherever they are stored, they are flagged or refused.
+    pub largest: f32,
 }
 
-/// The largest key that counts in a centre. Larger keys and keys that are not finite count as 0; wherever they are
-/// stored, they are flagged or refused.
+/// The largest key that counts in a centre of f16 pages alone.
 pub const LARGEST_CENTRED_KEY: f32 = 32752.0;
 
 /// An element that cannot be stored.

@@ -10,7 +10,9 @@ use super::sequence::{Positions, Span};
 use super::step::NewTokens;
 use super::write_table::GroupTable;
 use super::{MOST_SEQUENCES, PromptSpan, Recipe, StoreId};
-use crate::backend::{Backend, FlaggedToken, NewCentre, OpenStep, SpanWrite, StepKind, StoredLayers, WriteInput};
+use crate::backend::{
+    Backend, FlaggedToken, LARGEST_CENTRED_KEY, NewCentre, OpenStep, SpanWrite, StepKind, StoredLayers, WriteInput,
+};
 use crate::format::{AttentionShape, KeyOrValue, SegmentFormat};
 use crate::plan::{AttendPlan, RowLayout, Rows, Split, TokenRange};
 use crate::{Error, Result};
@@ -346,7 +348,9 @@ impl<B: Backend> LayerGroup<B> {
     ) -> Result<()> {
         let Self { backend, layers, .. } = self;
         for centre in &change.centres {
-            let new = NewCentre { rows, tokens: centre.mean.tokens, slot: centre.mean.slot };
+            let (tokens, slot) = (centre.mean.tokens, centre.mean.slot);
+            // The keys of prompts were checked.
+            let new = NewCentre { rows, tokens, slot, largest: LARGEST_CENTRED_KEY };
             layers[layer].iter_mut().try_for_each(|of| backend.key_mean(&mut of.store, keys, new))?;
         }
         Ok(())

@@ -2,13 +2,13 @@
 
 use super::dense::read_row;
 use super::store::CpuStore;
-use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
+use crate::backend::NewCentre;
 use crate::plan::Elements;
 use crate::{Error, Result};
 
 /// Writes the mean of some keys into a slot of the store's centres. The sum is taken in f32, token after token, and
 /// multiplied by `1 / tokens`, rounded to f32: the same bits on every backend. Keys that are not finite, or beyond
-/// [`LARGEST_CENTRED_KEY`], count as 0.
+/// [`NewCentre::largest`], count as 0.
 ///
 /// # Errors
 /// [`Error::Plan`] when there is no such slot or token, [`Error::Elements`] when the keys are shorter than their layout
@@ -24,7 +24,7 @@ pub fn key_mean(store: &mut CpuStore, keys: Elements<'_>, centre: NewCentre) -> 
         for token in centre.tokens.start()..centre.tokens.end() {
             read_row(keys, centre.rows.row(token, head), &mut row);
             // False for NaN.
-            let counts = |x: f32| x.abs() <= LARGEST_CENTRED_KEY;
+            let counts = |x: f32| x.abs() <= centre.largest;
             mean.iter_mut().zip(&row).for_each(|(sum, &x)| *sum += if counts(x) { x } else { 0.0 });
         }
         mean.iter_mut().for_each(|sum| *sum *= factor);

@@ -33,9 +33,10 @@ pub fn write_step(
             }
             TableSection::Centres(store) => {
                 let Some(WriteInput { keys, rows, .. }) = input else { continue };
+                let largest = table.layout().largest_centred();
                 for entry in table.entries(section) {
                     let WriteEntry::Centre(KeyMean { tokens, slot }) = entry else { continue };
-                    key_mean(stores[store], *keys, NewCentre { rows, tokens, slot })?;
+                    key_mean(stores[store], *keys, NewCentre { rows, tokens, slot, largest })?;
                 }
             }
             TableSection::Tokens(store) => {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvpack::backend::{
-    Device, FilledSpan, FilledStores, NewCentre, NewQueries, NewSpan, Packing, SpanRead, SpanWrite, Storage,
-    TensorRows, TokenSelection,
+    Device, FilledSpan, FilledStores, LARGEST_CENTRED_KEY, NewCentre, NewQueries, NewSpan, Packing, SpanRead,
+    SpanWrite, Storage, TensorRows, TokenSelection,
 };
 use kvpack::cpu::{
     Cpu, CpuIndices, CpuStore, CpuTensor, DenseRows, KeptTokens, NonFiniteFlags, States, append, attend_plan,
@@ -81,7 +81,7 @@ fn kernels() -> Vec<Call> {
         }));
         "cpu::key_mean" => layouts(|rows| sizes(|slot| stores(|store| {
             let tokens = TokenRange::new(0, 3).unwrap();
-            done(key_mean(store, Elements::F32(&ROWS), NewCentre { rows, tokens, slot }));
+            done(key_mean(store, Elements::F32(&ROWS), NewCentre { rows, tokens, slot, largest: LARGEST_CENTRED_KEY }));
         })));
         "cpu::attend_plan" => for (target_items, tile_step, max_tiles) in SPLITS {
             let mut store = CpuStore::new(shape(), SegmentFormat::F16).unwrap();
@@ -183,7 +183,7 @@ fn backend() -> Vec<Call> {
         }));
         "backend::Packing::key_mean" => sizes(|slot| stores(|store| {
             let (rows, tokens) = (RowLayout::token_major(3, &shape()), TokenRange::new(0, 3).unwrap());
-            done(Cpu::new().key_mean(store, &CpuTensor::F32(ROWS.to_vec()), NewCentre { rows, tokens, slot }));
+            done(Cpu::new().key_mean(store, &CpuTensor::F32(ROWS.to_vec()), NewCentre { rows, tokens, slot, largest: LARGEST_CENTRED_KEY }));
         }));
         "backend::Packing::quantize" => sizes(|a| stores(|store| {
             let (rows, tensor) = (RowLayout::token_major(3, &shape()), CpuTensor::F32(ROWS.to_vec()));

@@ -2,7 +2,7 @@
 
 use futures::executor::block_on;
 use half::f16;
-use kvpack::backend::{NewCentre, SpanBytes, SpanPlace};
+use kvpack::backend::{LARGEST_CENTRED_KEY, NewCentre, SpanBytes, SpanPlace};
 use kvpack::plan::{RowLayout, TokenRange};
 use kvpack::{AttentionShape, Backend, SegmentFormat};
 
@@ -22,7 +22,9 @@ pub fn means<B: Backend>(backend: &B) -> Vec<SpanBytes> {
             block_on(backend.reserve_centres(&mut store, 3)).unwrap();
             for (slot, (start, end)) in [(0, 8), (5, 21), (29, 30)].into_iter().enumerate() {
                 let tokens = TokenRange::new(start, end).unwrap();
-                backend.key_mean(&mut store, &keys, NewCentre { rows, tokens, slot }).unwrap();
+                backend
+                    .key_mean(&mut store, &keys, NewCentre { rows, tokens, slot, largest: LARGEST_CENTRED_KEY })
+                    .unwrap();
             }
             let place = |slot| SpanPlace { centre: Some(slot), ..SpanPlace::default() };
             means.extend((0..3).map(|slot| block_on(backend.read_spans(&[(&store, place(slot))])).unwrap().remove(0)));

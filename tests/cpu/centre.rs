@@ -1,7 +1,7 @@
 //! Keys that are stored less the centre of their sequence, on the CPU.
 
 use futures::executor::block_on;
-use kvpack::backend::{NewCentre, Packing, Storage};
+use kvpack::backend::{LARGEST_CENTRED_KEY, NewCentre, Packing, Storage};
 use kvpack::cache::{KvCache, ModelCache, PromptSpan, Recipe, TokenRun};
 use kvpack::cpu::{Cpu, CpuTensor, DenseSegment, exact_attention, nmse};
 use kvpack::format::{AffineFormat, Grouping, TensorFormat};
@@ -234,11 +234,48 @@ fn means_are_of_what_can_be_stored() {
     let mut keys = vec![1.0f32; 4 * 64];
     (keys[0], keys[65], keys[130]) = (f32::NAN, f32::NEG_INFINITY, 40000.0);
     let (rows, keys) = (RowLayout::token_major(4, &shape), CpuTensor::F32(keys));
-    let centre = |start, end, slot| NewCentre { rows, tokens: TokenRange::new(start, end).unwrap(), slot };
+    let centre = |start, end, slot| NewCentre {
+        rows,
+        tokens: TokenRange::new(start, end).unwrap(),
+        slot,
+        largest: LARGEST_CENTRED_KEY,
+    };
     cpu.key_mean(&mut store, &keys, centre(0, 4, 1)).unwrap();
     assert_eq!(store.centre(1).unwrap()[..4], [0.75, 0.75, 0.75, 1.0]);
     assert_eq!(store.centre(0).unwrap(), [0.0; 64]);
     for (what, centre) in [("slot", centre(0, 4, 2)), ("token", centre(1, 5, 0))] {
         assert!(matches!(cpu.key_mean(&mut store, &keys, centre), Err(Error::Plan { .. })), "{what}");
+    }
+}
+
+/// A key that is flagged and stored as 0 is one of 0 for the centre, too: it would be in every later key.
+#[test]
+fn flagged_keys_count_as_zero_in_centres() {
+    let shape = AttentionShape::new(2, 1, 64).unwrap();
+    let rows = Rows::new(shape, 21, 5);
+    let row = RowLayout::token_major(1, &shape);
+    let cache = |first: f32| {
+        let recipe = Recipe::pack_all(SegmentFormat::saw_int4()).with_centre();
+        let mut cache = KvCache::new(Cpu::new(), shape, 1, recipe).unwrap();
+        for (token, (key, value)) in rows.keys.chunks(64).zip(rows.values.chunks(64)).enumerate() {
+            let mut key = key.to_vec();
+            if token == 0 {
+                key[0] = first;
+            }
+            let [key, value] = [key, value.to_vec()].map(CpuTensor::F32);
+            block_on(cache.append_to(&[0], row, &key, &value)).unwrap();
+        }
+        cache
+    };
+    let output = |cache: &KvCache<Cpu>| {
+        block_on(cache.attend_to(&[0], &CpuTensor::F32(rows.query.clone()), ElementType::F32)).unwrap().to_f32()
+    };
+    let sound = cache(0.0);
+    assert_eq!(block_on(sound.non_finite()).unwrap(), []);
+    // Half of what rotated 4-bit keys of 64 channels hold, and what f16 holds.
+    for first in [2048.0, 3e4, 4e4, f32::NAN] {
+        let flagged = cache(first);
+        assert_eq!(block_on(flagged.non_finite()).unwrap().len(), 1, "{first}");
+        assert_eq!(output(&flagged), output(&sound), "{first}");
     }
 }

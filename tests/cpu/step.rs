@@ -17,7 +17,8 @@ fn call_by_call(case: &Case) -> ([CpuStore; 2], Vec<FlaggedToken>) {
             let store = if index == 0 { &mut open } else { &mut packed };
             writes.copies.iter().for_each(|copy| store.copy_page(copy.from, copy.to).unwrap());
             for mean in &writes.centres {
-                let centre = NewCentre { rows: case.rows, tokens: mean.tokens, slot: mean.slot };
+                let largest = case.layout.largest_centred();
+                let centre = NewCentre { rows: case.rows, tokens: mean.tokens, slot: mean.slot, largest };
                 key_mean(store, step.keys.elements(), centre).unwrap();
             }
             if writes.tokens.is_empty() {

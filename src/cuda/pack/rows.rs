@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use super::scratch::PackScratch;
-use crate::backend::{LARGEST_CENTRED_KEY, NewCentre, SpanRead, SpanWrite};
+use crate::backend::{NewCentre, SpanRead, SpanWrite};
 use crate::cuda::device::driver::driver_error;
 use crate::cuda::device::indices::Indices;
 use crate::cuda::device::kernels::Kernels;
@@ -151,7 +151,7 @@ impl Launcher<'_> {
 
     /// Kernel `key_mean`.
     pub(crate) fn key_mean(&self, store: &Store, keys: &Tensor, centre: NewCentre) -> Result<()> {
-        let NewCentre { rows, tokens, slot } = centre;
+        let NewCentre { rows, tokens, slot, largest } = centre;
         let shape = store.shape();
         rows.check("keys", keys.elements(), shape)?;
         store.check_centre("key mean", Some(slot))?;
@@ -162,7 +162,7 @@ impl Launcher<'_> {
         let source = Source { tensor: keys, rows, first_token: tokens.start(), tokens: tokens.len() };
         let call = RowsCall {
             shrink: 1.0 / tokens.len() as f32,
-            largest: LARGEST_CENTRED_KEY,
+            largest,
             centre: store.centre_address(slot),
             ..source.call(shape)
         };

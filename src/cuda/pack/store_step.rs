@@ -6,7 +6,7 @@ use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig};
 
 use super::non_finite_flags::NonFiniteFlags;
 use super::write_memory::WriteMemory;
-use crate::backend::{LARGEST_CENTRED_KEY, WriteInput};
+use crate::backend::WriteInput;
 use crate::cuda::Cuda;
 use crate::cuda::device::launch::KernelLaunch;
 use crate::cuda::device::memory::Memory;
@@ -339,7 +339,7 @@ impl Binder<'_> {
             }
             TableSection::Centres(store) => {
                 let call = self.with_input(store, self.call(section, store)?)?;
-                let call = WriteCall { key_largest: LARGEST_CENTRED_KEY, ..call };
+                let call = WriteCall { key_largest: self.layout.largest_centred(), ..call };
                 let blocks = (entries * kv_heads * shape.head_dim()).div_ceil(MEAN_THREADS as usize);
                 self.launch(section, call, [blocks.min(4 * in_turns), 1], MEAN_THREADS)
             }

@@ -214,6 +214,12 @@ impl WriteLayout {
         if which == KeyOrValue::Key && self.has_centres(store) { largest / 2.0 } else { largest }
     }
 
+    /// The largest key that counts in a centre, which all stores share. Larger ones are flagged and stored as 0.
+    pub fn largest_centred(&self) -> f32 {
+        let of_stores = (0..self.stores.len()).map(|store| self.largest_element(store, KeyOrValue::Key));
+        of_stores.fold(f32::MAX, f32::min)
+    }
+
     /// Whether its keys are centred.
     pub(crate) fn has_centres(&self, store: usize) -> bool {
         self.stores.get(store).is_some_and(|store| store.centre_slots > 0)

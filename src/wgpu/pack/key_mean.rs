@@ -2,7 +2,7 @@
 
 use super::tile_call::{BoundRows, TileCall, with_rows};
 use super::write_launch::{Binder, WriteKernel, WriteLaunch};
-use crate::backend::{LARGEST_CENTRED_KEY, NewCentre};
+use crate::backend::NewCentre;
 use crate::format::{AttentionShape, KeyOrValue, TensorFormat};
 use crate::plan::{ElementType, TableSection};
 use crate::wgpu::device::launch::{Launch, flat_grid};
@@ -43,7 +43,7 @@ impl KeyMeanPlan {
     /// [`Error::Plan`] when the store has another shape or lacks the slot, [`Error::Elements`] when the keys are
     /// shorter than their rows, [`Error::Limit`] when they are too large for a binding.
     pub fn bind(&self, kernels: &Kernels, store: &Store, keys: &Tensor) -> Result<Launch> {
-        let NewCentre { rows, tokens, slot } = self.centre;
+        let NewCentre { rows, tokens, slot, largest } = self.centre;
         store.check_planned("key mean", &self.shape, store.format())?;
         store.check_centre("key mean", Some(slot))?;
         rows.check("keys", keys.elements(), &self.shape)?;
@@ -56,7 +56,7 @@ impl KeyMeanPlan {
             range_slot: slot as u32,
             total: total as u32,
             shrink: 1.0 / tokens.len() as f32,
-            largest: LARGEST_CENTRED_KEY,
+            largest,
             ..TileCall::new(&self.shape, &TensorFormat::F16, KeyOrValue::Key).with_rows(&rows, &self.shape)?
         };
         let call = call.upload(kernels.device(), &[])?;
@@ -77,7 +77,7 @@ pub(super) fn bind_centres(bind: &Binder<'_>, store: usize) -> Result<WriteLaunc
     let call = TileCall {
         first_element: rows.first_element,
         total: total as u32,
-        largest: LARGEST_CENTRED_KEY,
+        largest: bind.layout.largest_centred(),
         section: bind.layout.first_entry(section) as u32,
         ..TileCall::new(shape, &TensorFormat::F16, KeyOrValue::Key).with_rows(&input.rows, shape)?
     };
