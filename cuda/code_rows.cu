@@ -6,7 +6,8 @@
 //
 // One warp owns a row; neighbours own neighbouring channels. `quantize` writes the fields into the tiles.
 //
-// In bounds: warps beyond the last token return; pages and rows were checked on the host.
+// In bounds: warps beyond the last tile return, and those beyond the last token read no row; pages and rows were checked
+// on the host.
 
 #pragma once
 
@@ -21,10 +22,12 @@ __device__ __forceinline__ void code_rows(const RowsCall& call) {
     if constexpr (CODED_ROWS<VALUE>) {
         const u64 index = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
         const int lane = threadIdx.x % 32;
-        if (index >= (u64)call.tokens * call.kv_heads) return;
+        const u32 tiles = (call.tokens + TILE_TOKENS - 1u) / TILE_TOKENS;
+        if (index >= (u64)tiles * TILE_TOKENS * call.kv_heads) return;
         const u32 token = (u32)(index / call.kv_heads);
         const u32 kv_head = (u32)(index % call.kv_heads);
-        const u32 word = code_row<VALUE>((float*)call.rows + index * HEAD_DIM, lane);
+        // Tokens that do not exist have no row, and no norm of an earlier span.
+        const u32 word = token < call.tokens ? code_row<VALUE>((float*)call.rows + index * HEAD_DIM, lane) : 0u;
         u32* ranges = (u32*)(call.pages[token / TILE_TOKENS] + (u64)kv_head * HEAD_BYTES + TILE_RANGES_AT<VALUE>);
         if (lane == 0) ranges[token % TILE_TOKENS] = word;
     }

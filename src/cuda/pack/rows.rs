@@ -269,7 +269,7 @@ impl Launcher<'_> {
             let tiles = (piece.call.tokens as u64).div_ceil(TILE_TOKENS as u64) * store.shape().kv_heads() as u64;
             let ranges = store.pages().ranges_per_tile(which) as u64;
             if store.pages().tensor(which).codes_rows() {
-                let rows = u64::from(piece.call.tokens) * store.shape().kv_heads() as u64;
+                let rows = tiles * TILE_TOKENS as u64;
                 self.run(&program, named(which, "code_keys", "code_values"), &piece.call, rows * 32)?;
             } else if ranges > 0 {
                 let name = named(which, "ranges_tile_keys", "ranges_tile_values");
