@@ -21,7 +21,7 @@ impl StepClasses {
 
     /// The number of the class of steps whose parts have these classes.
     pub(crate) fn of_step(&mut self, parts: Vec<u64>) -> u64 {
-        let known = self.steps.iter().position(|(of, _)| *of == parts).map(|place| self.steps.remove(place));
+        let known = self.steps.iter().rposition(|(of, _)| *of == parts).map(|place| self.steps.remove(place));
         let step = known.unwrap_or_else(|| (parts, self.give()));
         if self.steps.len() >= KNOWN_STEPS {
             self.steps.remove(0);
