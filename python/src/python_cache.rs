@@ -73,6 +73,7 @@ impl Cache {
     }
 
     /// Allocates what these runs need, all at once and no more: as ``begin``, whose stores double when they grow.
+    /// Refused while a step is open, which writes what is there.
     fn reserve(&self, py: Python<'_>, runs: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
         let runs = runs.iter().map(token_run).collect::<PyResult<Vec<_>>>()?;
         on_backend!(&self.held, shared => shared.reserve(py, &runs))
