@@ -20,8 +20,8 @@ struct RowConstants {
     float base;
 };
 
-// The least delta. A row of zeros may have a smaller one, and so may scores that calibration makes equal. Hidden tokens
-// have products of minus infinity, which times zero are no numbers. Scores by this delta are equal, too.
+// The least delta. That of a row of zeros may be zero, and so may that of scores which calibration makes equal. The
+// products of hidden tokens are minus infinity, and would become NaN. With this one such scores stay equal.
 constexpr float LEAST_DELTA = 1e-30f;
 
 __device__ __forceinline__ float row_delta(float unit, float scale) { return fmaxf(unit * scale, LEAST_DELTA); }

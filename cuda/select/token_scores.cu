@@ -1,7 +1,7 @@
 // token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
 //   sum_t is the largest of a group of heads;  w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
-//   score_t = +inf of what stays in any case, where text is raised 0 or less in the order of p_t - max p of images, else p_t
+//   score_t = +inf of what stays in any case; at most 0 of images where text is raised, in the order of p_t; else p_t
 //
 // One block owns TILE tokens of a head. If text is raised, the block first searches all tokens of the head for the
 // largest value. Sums are read from the cache once per pooled token, and scores are written coalesced. For a NaN sum
@@ -82,8 +82,8 @@ __device__ __forceinline__ float pooled(const TokenScoresCall& call, const float
     return POOL == 1 ? all / (float)(2 * call.half_width + 1) : all;
 }
 
-// The score of an image among those of text that is raised: 0 for the largest score of all, and less in the order of the
-// others. To add the largest to text instead would round. NaN stays NaN.
+// The score of an image where text is raised: 0 for the largest score of all, and less in the order of the
+// others. Adding the largest to text would round its score. NaN stays NaN.
 __device__ __forceinline__ float lowered(float score, float largest) {
     if (score != score) return score;
     // Bits ascend with numbers from 0 on, and descend with negative ones.

@@ -10,8 +10,8 @@
 // -------- groups --------
 
 // Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
-// the largest such product of the block. The largest s alone may be that of a token without weight. The rounding error
-// of the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
+// the largest such product of the block. (The largest s may be that of a token without weight.) The rounding error of
+// the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
@@ -28,10 +28,8 @@
 const VALUE_CENTRE: f32 = 7.5f;
 // Maxima of a block: of the scores of every head, and, for every group and head, of the exponents of p s.
 const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS * HEADS;
-// The least scale that counts. If every scale of a block is 0, all weights are 0.
-const LEAST_SCALE: f32 = 1e-30f;
 
-// The block's maximum, and exp2 of that relative to the running maximum.
+// The block's largest score, and exp2(block's largest score - running maximum).
 var<private> largest_scores: array<f32, HEADS>;
 var<private> block_units: array<f32, HEADS>;
 
@@ -42,15 +40,10 @@ fn begin_value_ranges(invocation: u32) {
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        let scales = log2(max(group_scales(group), vec4<f32>(LEAST_SCALE)));
+        let exponents = scale_exponents(group_scales(group));
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let at = head * LANE_TOKENS;
-            let own = max(
-                max(token_scores[at] + scales.x, token_scores[at + 1u] + scales.y),
-                max(token_scores[at + 2u] + scales.z, token_scores[at + 3u] + scales.w),
-            );
-            enter_block_max((group + 1u) * HEADS + head, own, parity, team, lane);
+            enter_block_max((group + 1u) * HEADS + head, largest_exponent(head, exponents), parity, team, lane);
         }
     }
 }

@@ -60,7 +60,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
         if (first == 0u) {
-            keep_nan();
+            begin_weight_sums();
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
@@ -103,9 +103,8 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     merge_item(item, y, invocation);
 }
 
-// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
-// maxima may lose it.
-fn keep_nan() {
+// Sums of weights begin with NaN if the query holds NaN: every score is NaN then. Integers and maxima may lose it.
+fn begin_weight_sums() {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let at = head * LANE_TOKENS;

@@ -6,9 +6,22 @@
 //   fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32
 //     the output of a channel, of the mean that the integers give and the sum of weights
 //
-// needs: LARGEST_WEIGHT
-// gives: begin_value_ranges, take_value_ranges, ranged_weight, largest_ranged_weight, enter_weights, enter_value_tile,
-//   leave_value_tile, enter_block, channel_scale, finish_value_ranges
+// needs: LANE_TOKENS, LARGEST_WEIGHT, token_scores
+// gives: scale_exponents, largest_exponent, begin_value_ranges, take_value_ranges, ranged_weight,
+//   largest_ranged_weight, enter_weights, enter_value_tile, leave_value_tile, enter_block, channel_scale,
+//   finish_value_ranges
+
+// The exponents of scales, from 1e-30 on. If all scales are 0, all integers are 0.
+fn scale_exponents(scales: vec4<f32>) -> vec4<f32> {
+    return log2(max(scales, vec4<f32>(1e-30f)));
+}
+
+// The largest exponent of weight times scale among the lane's tokens, whose scales have these exponents.
+fn largest_exponent(head: u32, exponents: vec4<f32>) -> f32 {
+    let at = head * LANE_TOKENS;
+    let low = max(token_scores[at] + exponents.x, token_scores[at + 1u] + exponents.y);
+    return max(low, max(token_scores[at + 2u] + exponents.z, token_scores[at + 3u] + exponents.w));
+}
 
 // Called before the first step.
 fn begin_value_ranges(invocation: u32) {}
@@ -16,8 +29,8 @@ fn begin_value_ranges(invocation: u32) {}
 // Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The integer of token `i` of the lane for a head, not rounded yet: of its weight, relative to the largest of a step, times
-// its scale. The largest such product becomes LARGEST_WEIGHT.
+// Weight times scale of token `i` of the lane for a head, as an integer that is not rounded yet. The weight is relative
+// to the largest of the step. The largest such product of the step becomes LARGEST_WEIGHT.
 fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
     return weight * LARGEST_WEIGHT;
 }
@@ -262,12 +275,13 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // -------- token --------
 
 // One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale
-// is multiplied into the weight before it becomes an integer, relative to the step's largest product of both. The largest
-// scale alone may be that of a token without weight, beside which all others become 0. The rest, p (m + 2^(bits-1) s),
-// is one sum per head.
+// is multiplied into the weight before it becomes an integer, relative to the step's largest product of both. The
+// largest scale may be that of a token without weight: relative to it all other integers would be 0. The rest,
+// p (m + 2^(bits-1) s), is one sum per head.
 //
 // needs: HEADS, INVOCATIONS, LANE_TOKENS, LARGEST_WEIGHT, TILE_TOKENS, enters, finish_sums, from_ordered,
-//   largest_to_enter, ordered, rescale_acc, rescale_step, step_maxima, sum_parts, token_scores, weight_sum, weights
+//   largest_exponent, largest_to_enter, ordered, rescale_acc, rescale_step, scale_exponents, step_maxima, sum_parts,
+//   weight_sum, weights
 // gives: begin_value_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_value_ranges,
 //   take_value_ranges, ranged_weight, largest_ranged_weight, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
@@ -278,9 +292,6 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 const VALUE_MIDDLE: f32 = 8f;
 // The unit of a codebook's levels; 1 for affine codes.
 const VALUE_UNIT: f32 = 1f;
-
-// The least scale that counts. If every scale of the step is 0, all weights are 0.
-const LEAST_SCALE: f32 = 1e-30f;
 
 // Largest exponent of weight times scale of the step, by head: two sets, as those of maxima.
 var<workgroup> largest_exponents: array<atomic<u32>, 2u * HEADS>;
@@ -321,19 +332,11 @@ fn skip_value_range(i: u32) {
 }
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
-    var scales: array<f32, LANE_TOKENS>;
-    // unroll
-    for (var i = 0u; i < LANE_TOKENS; i++) {
-        scales[i] = log2(max(value_range[i].x, LEAST_SCALE));
-    }
+    let scales = vec4<f32>(value_range[0].x, value_range[1].x, value_range[2].x, value_range[3].x);
+    let exponents = scale_exponents(scales);
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        let at = head * LANE_TOKENS;
-        let own = max(
-            max(token_scores[at] + scales[0], token_scores[at + 1u] + scales[1]),
-            max(token_scores[at + 2u] + scales[2], token_scores[at + 3u] + scales[3]),
-        );
-        let entered = largest_to_enter(ordered(own));
+        let entered = largest_to_enter(ordered(largest_exponent(head, exponents)));
         if (enters()) {
             atomicMax(&largest_exponents[parity * HEADS + head], entered);
         }

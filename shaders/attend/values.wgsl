@@ -325,7 +325,8 @@ const CHANNELS: u32 = 2u;
 const CHANNEL_BLOCKS: u32 = 2u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
-// The largest weight. As halves, those of 1 would be 0 from 2^-25 on, and inexact from 2^-14 on.
+// What the largest weight becomes. Halves lose bits below 2^-14, and are 0 below 2^-25. So small weights make the whole
+// output beside a sink without a value.
 const LARGEST_WEIGHT: f32 = 16384f;
 
 // [head][tile of the step][field group]

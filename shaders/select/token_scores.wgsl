@@ -1,7 +1,7 @@
 // token_scores: scores the tokens of every KV head by their column sums, so that the best tokens are those that stay.
 //
 //   sum_t is the largest of a group of heads;  w_t = sum_t, or sum_t / (rows that see t);  p_t = mean or maximum of w over the pooled tokens around t, but for recent ones
-//   score_t = +inf of what stays in any case, where text is raised 0 or less in the order of p_t - max p of images, else p_t
+//   score_t = +inf of what stays in any case; at most 0 of images where text is raised, in the order of p_t; else p_t
 //
 // One workgroup owns TILE tokens of a head; an invocation owns every 256th of them. If text is raised, the workgroup
 // first searches all tokens of the head for the largest value. Sums are read from the cache once per pooled token, and
@@ -123,8 +123,8 @@ fn largest(first: u32, invocation: u32) -> f32 {
     return largest_of[0];
 }
 
-// The bits of the score of an image among those of text that is raised: 0 for the largest score of all, and less in the
-// order of the others. To add the largest to text instead would round. NaN stays NaN.
+// The bits of the score of an image where text is raised: 0 for the largest score of all, and less in the
+// order of the others. Adding the largest to text would round its score. NaN stays NaN.
 fn lowered(score: f32, most: f32) -> u32 {
     if (is_nan(score)) {
         return bitcast<u32>(score);

@@ -38,7 +38,7 @@ impl<B: Backend> LayerGroup<B> {
         let mut views: Vec<StoreView<'_>> = stores.map(view).collect();
         let ends_at = |run: &QueryRun| {
             let length = self.page_tables.sequence(run.sequence)?.length;
-            // A query of an empty sequence sees nothing, and no window has a last position then.
+            // A query of an empty sequence sees nothing. A window needs a position to end at, which it does not have.
             let end = run.end.unwrap_or(length);
             let sees_nothing = end == 0 && run.queries == 1 && run.visible == Visible::All;
             let visible = if sees_nothing { Visible::All } else { self.recipe().attention().visible(run)? };

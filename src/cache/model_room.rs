@@ -112,8 +112,8 @@ impl<B: Backend> ModelCache<B> {
     /// Room that is free already counts.
     ///
     /// # Errors
-    /// [`Error::Plan`] when a recipe has more stores or a step is open, [`Error::NoRoom`] when the budget has no room for it,
-    /// [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
+    /// [`Error::Plan`] when a recipe has more stores or a step is open, [`Error::NoRoom`] when the budget has no room for
+    /// it, [`Error::OutOfMemory`] or [`Error::Limit`]. The cache is as it was.
     pub async fn reserve(&mut self, room: &[StoreRoom]) -> Result<()> {
         let needed = self.room_of_groups(|group| room_of_stores(group, room))?;
         self.reserve_room(&needed, Asked::ForItself).await

@@ -68,8 +68,8 @@ pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: 
                 return reject(format!("span {i} gathers tokens below {}", indices.shape().below()));
             }
             Rows::Gather(indices) if indices.shape().count() > indices.shape().below() as usize => {
-                let shape = indices.shape();
-                return reject(format!("span {i} gathers {} tokens, of {} alone", shape.count(), shape.below()));
+                let (count, below) = (indices.shape().count(), indices.shape().below());
+                return reject(format!("span {i} gathers {count} tokens from {below}; name each of them once"));
             }
             Rows::Gather(_) => {}
         }
@@ -77,8 +77,8 @@ pub(super) fn check_spans<I: TokenIndices>(spans: &[PromptSpan<'_, I>], tokens: 
     if next != tokens && !gathers { reject(format!("they end at {next}")) } else { Ok(()) }
 }
 
-/// A layer with a sliding window holds no gathered tokens. A query would see some of them, and which is not known. Steps
-/// refuse that, so a sequence that held them could not go on.
+/// The error for gathered tokens in a layer with a sliding window. A query would see some of them, and it is not known
+/// which. Steps refuse that, so a sequence that held such tokens could not go on.
 pub(super) fn refuse_gathers(what: &str) -> Error {
     Error::Unsupported {
         what: what.into(),

@@ -375,11 +375,11 @@ impl<'a> Reader<'a> {
     async fn sequence<B: Backend>(&mut self, group: &LayerGroup<B>, layers: usize) -> Result<Sequence<B::Indices>> {
         let length = TokenCount::new(self.size()?)?.get();
         let released = self.size()?;
-        // The next query sees those of the window, however wide it is here.
+        // The next query sees the window of this cache, which may be wider than that of the bytes.
         let unseen = group.recipe().attention().window().map_or(0, |left| length.saturating_sub(left));
         if released > unseen {
             let reason =
-                format!("{released} of {length} tokens were released behind a window, of which {unseen} may be");
+                format!("{released} of {length} tokens were released behind a window; at most {unseen} may be");
             return Err(refusal(reason));
         }
         let centre = self.flag()?;

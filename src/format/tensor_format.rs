@@ -249,8 +249,8 @@ impl TensorFormat {
     /// store half of that: 32752. Rotated elements and norms are up to `√head_dim` times the largest element of a row,
     /// so their limit is `32752 / √head_dim`: 4094 at head_dim 64, 2047 at 256. Renormalised norms are divided by the
     /// length of the levels. A row whose rotation lies in a single channel therefore decodes too short from 0.43 times
-    /// that limit on (4 bits, head_dim 256). [`KvCache`](crate::KvCache) refuses larger elements. Kernels do not check them: what they store of larger elements may be infinite or NaN, and may
-    /// differ between backends.
+    /// that limit on (4 bits, head_dim 256). [`KvCache`](crate::KvCache) refuses larger elements. Kernels do not check
+    /// them: what they store of larger elements may be infinite or NaN, and may differ between backends.
     pub fn largest_element(&self, head_dim: usize) -> f32 {
         match (self, self.rotation()) {
             (Self::F16, _) => LARGEST_HALF,

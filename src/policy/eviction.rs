@@ -57,7 +57,7 @@ pub enum TextRule {
     /// Text is scored like images.
     Equal,
     /// Text scores are raised by the largest score of all (LOOK-M eq. 5: `A_s[T] += max A_s`). Nothing is rounded, so
-    /// that text keeps its order. Text is evicted only if there is more of it than `best`, or its score is 0: then it
+    /// text keeps its order. Text is evicted only if there is more of it than `best`, or its score is 0: then it
     /// ties with images of the largest score. Scores are not negative.
     #[default]
     Raised,
@@ -102,8 +102,8 @@ pub(super) fn text_first(
     }
 }
 
-/// The score of an image among those of text that is raised: 0 for the largest score of all, and less in the order of
-/// the others. To add the largest to text instead would round. NaN stays NaN.
+/// The score of an image where text is raised: 0 for the largest score of all, and less in the order of
+/// the others. Adding the largest to text would round its score. NaN stays NaN.
 pub(crate) fn lowered(score: f32, largest: f32) -> f32 {
     if score.is_nan() {
         return score;

@@ -19,8 +19,8 @@ fn every_query_sees_what_it_should() {
     }
 }
 
-/// `attend`, `attend_drafts` and the kernels of prompts, which round weights to halves: of tokens next to an outlier without
-/// weight, and to a sink without values.
+/// `attend`, `attend_drafts` and the kernels of prompts round weights to halves: here of tokens next to an outlier without
+/// weight, and next to a sink without a value.
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn outliers_and_sinks_take_no_bits_of_weights() {

@@ -38,7 +38,7 @@ fn bytes_of_queries_serve_blocks_too() {
     }
 }
 
-/// Weights are halves, or integers: of tokens next to an outlier without weight, and to a sink without values.
+/// Weights are halves, or integers: here of tokens next to an outlier without weight, and next to a sink without a value.
 #[test]
 fn outliers_and_sinks_take_no_bits_of_weights() {
     let backend = gpu_device::shared();

@@ -188,8 +188,8 @@ mod tests {
         // A damaged file counts as missing, and what is then compiled takes its place.
         fs::write(directory.join(program(4).file_name("sm_90")), b"bin").unwrap();
         assert_eq!(cache.read(&program(4), "sm_90"), None);
-        cache.write(&program(4), "sm_90", b"anew");
-        assert_eq!(cache.read(&program(4), "sm_90").as_deref(), Some(b"anew".as_slice()));
+        cache.write(&program(4), "sm_90", b"again");
+        assert_eq!(cache.read(&program(4), "sm_90").as_deref(), Some(b"again".as_slice()));
         fs::remove_dir_all(directory).unwrap();
     }
 }

@@ -35,9 +35,9 @@ pub type LayerTensors = crate::backend::LayerTensors<Tensor>;
 /// `ModelStep` each. Its result launches every layer between the engine's own kernels. Launches read their work from
 /// the tables, so a graph that captured them all can be replayed while sequences grow. Kernels, scratch and tables last
 /// from step to step. They are rebuilt when a store has grown or lengths have left their size class; classes are up to
-/// an eighth apart. [`WrittenStep::class`] is another number then, and for a step of other rows: a graph serves the
-/// steps of its class. A step in which a sequence of a centred recipe begins has a class of its own: it has one extra launch per
-/// store and layer, which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds
+/// an eighth apart. A step that was bound again has another [`WrittenStep::class`], and so has a step of other rows. A
+/// graph serves the steps of its class. A step in which a sequence of a centred recipe begins has a class of its own: it
+/// has one extra launch per store and layer, which ordinary decode steps lack. An engine that [keeps](ModelStep::keeping) several classes finds
 /// the graph of its decode steps again.
 ///
 /// ```no_run
@@ -86,7 +86,7 @@ pub struct ModelStep {
     bound: BoundParts<PartClass>,
     classes: StepClasses,
     upload: TableUpload,
-    /// Whether something was bound that no written step told.
+    /// Whether something was bound that no written step has told.
     bound_anew: bool,
 }
 
@@ -200,14 +200,14 @@ impl ModelStep {
                 bound.class.stage(part.table, upload)?;
             }
         }
-        // It is told once a step was written: what an earlier call bound before it failed counts, too.
+        // A step that was written tells it, also what earlier calls bound before they failed.
         self.bound_anew |= bound_anew;
         self.upload.send(&self.backend)?;
         let bound_anew = std::mem::take(&mut self.bound_anew);
         let newest = || by_part.iter().filter_map(|layers| self.bound.newest(layers[0]));
         newest().for_each(|bound| bound.class.note_rows());
-        // What is bound for a step that stores nothing may serve one that stores, but their graphs differ. So do those of
-        // steps of other rows, with the kernels of the engine.
+        // What is bound for a step that stores nothing may serve one that stores, but their graphs differ. Steps of other
+        // rows may share what is bound, too, and their graphs differ by the kernels of the engine.
         let stores = parts.iter().any(|part| part.table.tokens_needed() > 0);
         let rows = parts.first().map_or(0, |part| part.plan.rows());
         let numbers = newest().map(|bound| bound.class.number()).chain([u64::from(stores), rows as u64]).collect();

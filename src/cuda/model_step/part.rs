@@ -164,13 +164,13 @@ impl PartClass {
     /// # Errors
     /// Those of tables that are not of this class.
     pub(super) fn stage(&mut self, table: &WriteTable, upload: &mut TableUpload) -> Result<()> {
-        // Should sending them fail, the tables hold either step.
+        // If sending the tables fails, they hold this step or the one before it.
         self.launches.rows.fetch_max(self.plan.rows(), Relaxed);
         self.table.stage(table, upload)?;
         self.tables.stage(&self.plan, self.beside.then_some(table), upload)
     }
 
-    /// Notes that the tables hold the step that it serves.
+    /// Notes the rows of the step that it serves, whose tables were sent.
     pub(super) fn note_rows(&self) {
         self.launches.rows.store(self.plan.rows(), Relaxed);
     }

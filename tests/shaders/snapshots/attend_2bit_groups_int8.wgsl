@@ -795,7 +795,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
         if (first == 0u) {
-            keep_nan();
+            begin_weight_sums();
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
@@ -838,9 +838,8 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     merge_item(item, y, invocation);
 }
 
-// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
-// maxima may lose it.
-fn keep_nan() {
+// Sums of weights begin with NaN if the query holds NaN: every score is NaN then. Integers and maxima may lose it.
+fn begin_weight_sums() {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let at = head * LANE_TOKENS;
@@ -1205,8 +1204,8 @@ fn value_place(group: u32) -> vec2<u32> {
 // ----------------------------------------------------------------------------------------------------
 
 // Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
-// the largest such product of the block. The largest s alone may be that of a token without weight. The rounding error
-// of the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
+// the largest such product of the block. (The largest s may be that of a token without weight.) The rounding error of
+// the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
@@ -1220,10 +1219,8 @@ fn value_place(group: u32) -> vec2<u32> {
 const VALUE_CENTRE: f32 = 1.5f;
 // Maxima of a block: of the scores of every head, and, for every group and head, of the exponents of p s.
 const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS * HEADS;
-// The least scale that counts. If every scale of a block is 0, all weights are 0.
-const LEAST_SCALE: f32 = 1e-30f;
 
-// The block's maximum, and exp2 of that relative to the running maximum.
+// The block's largest score, and exp2(block's largest score - running maximum).
 var<private> largest_scores: array<f32, HEADS>;
 var<private> block_units: array<f32, HEADS>;
 
@@ -1234,15 +1231,10 @@ fn begin_value_ranges(invocation: u32) {
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        let scales = log2(max(group_scales(group), vec4<f32>(LEAST_SCALE)));
+        let exponents = scale_exponents(group_scales(group));
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let at = head * LANE_TOKENS;
-            let own = max(
-                max(token_scores[at] + scales.x, token_scores[at + 1u] + scales.y),
-                max(token_scores[at + 2u] + scales.z, token_scores[at + 3u] + scales.w),
-            );
-            enter_block_max((group + 1u) * HEADS + head, own, parity, team, lane);
+            enter_block_max((group + 1u) * HEADS + head, largest_exponent(head, exponents), parity, team, lane);
         }
     }
 }
@@ -1404,6 +1396,18 @@ fn finish_value_ranges(invocation: u32) {
 
 fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
     return mean + common_totals[channel / GROUP_CHANNELS * HEADS + head] / total;
+}
+
+// The exponents of scales, from 1e-30 on. If all scales are 0, all integers are 0.
+fn scale_exponents(scales: vec4<f32>) -> vec4<f32> {
+    return log2(max(scales, vec4<f32>(1e-30f)));
+}
+
+// The largest exponent of weight times scale among the lane's tokens, whose scales have these exponents.
+fn largest_exponent(head: u32, exponents: vec4<f32>) -> f32 {
+    let at = head * LANE_TOKENS;
+    let low = max(token_scores[at] + exponents.x, token_scores[at + 1u] + exponents.y);
+    return max(low, max(token_scores[at + 2u] + exponents.z, token_scores[at + 3u] + exponents.w));
 }
 
 // Called before and after a tile is added to the sums.

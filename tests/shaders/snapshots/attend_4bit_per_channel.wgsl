@@ -633,7 +633,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
         if (first == 0u) {
-            keep_nan();
+            begin_weight_sums();
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
@@ -676,9 +676,8 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     merge_item(item, y, invocation);
 }
 
-// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
-// maxima may lose it.
-fn keep_nan() {
+// Sums of weights begin with NaN if the query holds NaN: every score is NaN then. Integers and maxima may lose it.
+fn begin_weight_sums() {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let at = head * LANE_TOKENS;
@@ -1089,8 +1088,8 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // Called once the weights of a step are known, before they become integers.
 fn take_value_ranges(parity: u32) {}
 
-// The integer of token `i` of the lane for a head, not rounded yet: of its weight, relative to the largest of a step, times
-// its scale. The largest such product becomes LARGEST_WEIGHT.
+// Weight times scale of token `i` of the lane for a head, as an integer that is not rounded yet. The weight is relative
+// to the largest of the step. The largest such product of the step becomes LARGEST_WEIGHT.
 fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
     return weight * LARGEST_WEIGHT;
 }

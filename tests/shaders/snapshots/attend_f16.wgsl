@@ -474,7 +474,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     for (var first = 0u; first < tiles; first += STEP_TILES) {
         score_own_tile(item, first + team, tiles, lane);
         if (first == 0u) {
-            keep_nan();
+            begin_weight_sums();
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
@@ -517,9 +517,8 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
     merge_item(item, y, invocation);
 }
 
-// Begins the sums of weights: with NaN where the query holds NaN, as then every score does. Weights of integers and
-// maxima may lose it.
-fn keep_nan() {
+// Sums of weights begin with NaN if the query holds NaN: every score is NaN then. Integers and maxima may lose it.
+fn begin_weight_sums() {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         let at = head * LANE_TOKENS;
@@ -635,7 +634,8 @@ const CHANNELS: u32 = 4u;
 const CHANNEL_BLOCKS: u32 = 1u;
 const TILE_BLOCKS: u32 = STEP_TILES / CHANNEL_BLOCKS;
 
-// The largest weight. As halves, those of 1 would be 0 from 2^-25 on, and inexact from 2^-14 on.
+// What the largest weight becomes. Halves lose bits below 2^-14, and are 0 below 2^-25. So small weights make the whole
+// output beside a sink without a value.
 const LARGEST_WEIGHT: f32 = 16384f;
 
 // [head][tile of the step][field group]
