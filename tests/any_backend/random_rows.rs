@@ -67,12 +67,13 @@ impl Rows {
         Self { shape, tokens, keys, values, query }
     }
 
-    /// Values far above the others where nothing is seen of them, next to the token with the largest score: 2^-13 of its
-    /// weight is that of each other token, and 16,384 of those weigh more than it. Whoever scales weights by the largest
-    /// value of a tile rounds the others to zero.
+    /// A token without weight has values far above all others. Beside it lie two with the largest score: one in its block
+    /// of KIVI's weights of a byte, the other in its lane of `attend_drafts`. Each other token weighs about 2^-13 of one
+    /// of these, so that 16,384 weigh about as much as both. Whoever scales weights by the largest value of a block, a
+    /// lane or a step loses the rest.
     pub fn with_outliers(shape: AttentionShape, tokens: usize, seed: u64) -> Self {
         const OUTLIER: usize = 3 * TILE_TOKENS;
-        const LARGEST: usize = OUTLIER + 8;
+        const LARGEST: [usize; 2] = [OUTLIER + 1, OUTLIER + 8];
         let mut random = Random::new(seed);
         let head_dim = shape.head_dim();
         // What a query of 2 in channel 0 turns into a score of 1 in powers of two.
@@ -81,13 +82,13 @@ impl Rows {
         for (row, key) in keys.chunks_exact_mut(head_dim).enumerate() {
             key[0] = match row % tokens {
                 OUTLIER => -40.0 * one,
-                LARGEST => 0.0,
+                token if LARGEST.contains(&token) => 0.0,
                 _ => -13.1 * one,
             };
         }
         let values = (0..keys.len()).map(|i| match i / head_dim % tokens {
             OUTLIER => 3e4 * random.unit().signum(),
-            LARGEST => random.unit(),
+            token if LARGEST.contains(&token) => random.unit(),
             _ => 0.125 + 0.0625 * random.unit(),
         });
         Self { shape, tokens, values: values.collect(), query: vec![0.0; shape.query_heads() * head_dim], keys }
