@@ -9,9 +9,10 @@
 
 // -------- groups --------
 
-// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
-// the largest such product of the block. (The largest s may be that of a token without weight.) The rounding error of
-// the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
+// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255. The block's
+// largest p s over all groups is 1. In a group p s is at most the largest r of the block, where r is the scale of a
+// token in this group beside its largest in any group. So r becomes 255. The rounding error of the integers multiplies
+// only the middle of the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
@@ -26,11 +27,10 @@
 
 // (2^bits - 1) / 2.
 const VALUE_CENTRE: f32 = 7.5f;
-// Maxima of a block: of the scores of every head, and, for every group and head, of the exponents of p s.
-const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS * HEADS;
+// Maxima of a block: of the references of every head, and of r in every group.
+const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
 
-// The block's largest score, and exp2(block's largest score - running maximum).
-var<private> largest_scores: array<f32, HEADS>;
+// exp2(block's maximum - running maximum).
 var<private> block_units: array<f32, HEADS>;
 
 fn begin_value_ranges(invocation: u32) {
@@ -38,13 +38,11 @@ fn begin_value_ranges(invocation: u32) {
 }
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
+    let inverses = 1f / max(largest_scales(), vec4<f32>(1e-30f));
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        let exponents = scale_exponents(group_scales(group));
-        // unroll
-        for (var head = 0u; head < HEADS; head++) {
-            enter_block_max((group + 1u) * HEADS + head, largest_exponent(head, exponents), parity, team, lane);
-        }
+        let r = group_scales(group) * inverses;
+        enter_block_max(HEADS + group, max(max(r.x, r.y), max(r.z, r.w)), parity, team, lane);
     }
 }
 
@@ -58,7 +56,6 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
         token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
         sum += token_scores[head * LANE_TOKENS + i];
     }
-    largest_scores[head] = largest;
     block_units[head] = exp2(largest - new_max);
     return sum * block_units[head];
 }
@@ -67,12 +64,13 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
         let scales = group_scales(group);
+        let largest = block_max(HEADS + group, parity, team, lane);
+        // If every scale of the group in the block is 0, all weights are 0.
+        let integers = scales * (255f / max(largest, 1e-30f));
+        let unit = largest * LARGEST_WEIGHT_UNIT;
         let centres = group_minima(group) + VALUE_CENTRE * scales;
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let exponent = block_max((group + 1u) * HEADS + head, parity, team, lane) - largest_scores[head];
-            let unit = exp2(exponent) * LARGEST_WEIGHT_UNIT;
-            let integers = scales * (exp2(-exponent) * 255f);
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
             // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
             // Adding 181 wraps it around.

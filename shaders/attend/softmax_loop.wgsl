@@ -11,7 +11,7 @@
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // import common/ordered.wgsl#ordered
 // import common/ordered.wgsl#larger
@@ -64,7 +64,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+            let own = own_reference(head);
             enter_block_max(head, own, parity, team, lane);
             let entered = largest_to_enter(ordered(own));
             if (enters()) {

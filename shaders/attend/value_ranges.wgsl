@@ -6,38 +6,35 @@
 //   fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32
 //     the output of a channel, of the mean that the integers give and the sum of weights
 //
-// needs: LANE_TOKENS, LARGEST_WEIGHT, token_scores
-// gives: scale_exponents, largest_exponent, begin_value_ranges, take_value_ranges, ranged_weight,
-//   largest_ranged_weight, enter_weights, enter_value_tile, leave_value_tile, enter_block, channel_scale,
-//   finish_value_ranges
+// Where scales are multiplied into the weights, the reference of a step's weights is the largest score + log2(scale),
+// not the largest score. So the largest weight times scale is 1, whatever token has the largest score, and whatever
+// token has the largest scale.
+//
+// needs: LANE_TOKENS, token_scores
+// gives: log_of_scales, scaled_reference, begin_value_ranges, take_value_ranges, ranged_weight, enter_weights,
+//   enter_value_tile, leave_value_tile, enter_block, channel_scale, finish_value_ranges
 
-// The exponents of scales, from 1e-30 on. If all scales are 0, all integers are 0.
-fn scale_exponents(scales: vec4<f32>) -> vec4<f32> {
-    return log2(max(scales, vec4<f32>(1e-30f)));
+// log2 of scales. 0 counts as 2^-25, which is below every other scale in f16. So weights are at most 2^25.
+fn log_of_scales(scales: vec4<f32>) -> vec4<f32> {
+    return log2(max(scales, vec4<f32>(2.9802322e-8f)));
 }
 
-// The largest exponent of weight times scale among the lane's tokens, whose scales have these exponents.
-fn largest_exponent(head: u32, exponents: vec4<f32>) -> f32 {
+// The largest score + log2(scale) of the lane's tokens for a head.
+fn scaled_reference(head: u32, log_scales: vec4<f32>) -> f32 {
     let at = head * LANE_TOKENS;
-    let low = max(token_scores[at] + exponents.x, token_scores[at + 1u] + exponents.y);
-    return max(low, max(token_scores[at + 2u] + exponents.z, token_scores[at + 3u] + exponents.w));
+    let low = max(token_scores[at] + log_scales.x, token_scores[at + 1u] + log_scales.y);
+    return max(low, max(token_scores[at + 2u] + log_scales.z, token_scores[at + 3u] + log_scales.w));
 }
 
 // Called before the first step.
 fn begin_value_ranges(invocation: u32) {}
 
 // Called once the weights of a step are known, before they become integers.
-fn take_value_ranges(parity: u32) {}
+fn take_value_ranges() {}
 
-// Weight times scale of token `i` of the lane for a head, as an integer that is not rounded yet. The weight is relative
-// to the largest of the step. The largest such product of the step becomes LARGEST_WEIGHT.
-fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
-    return weight * LARGEST_WEIGHT;
-}
-
-// That product.
-fn largest_ranged_weight(head: u32) -> f32 {
-    return 1f;
+// The weight of token `i` of the lane, times its scale where the scale is multiplied into it: 0 … 1.
+fn ranged_weight(weight: f32, i: u32) -> f32 {
+    return weight;
 }
 
 // Called once the weights of a step are computed, with the sum of the lane's one-byte weights for a head.
@@ -109,10 +106,12 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // into the weights before these become integers, so every group of channels has its own weights. The rest is one sum
 // per head and group: see byte_weights.wgsl#groups.
 //
-// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
-//   weight_sum
-// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
-//   group_minima, finish_value_ranges, ranged_output
+// The reference of weights takes the largest scale of a token's groups.
+//
+// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, log_of_scales,
+//   scaled_reference, sum_parts, weight_sum
+// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, own_reference,
+//   largest_scales, group_scales, group_minima, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
 
 // Scale and minimum in f16: [tile][group of channels][token].
@@ -155,6 +154,20 @@ fn skip_value_range(i: u32) {
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
         value_range[group * LANE_TOKENS + i] = 0u;
     }
+}
+
+fn own_reference(head: u32) -> f32 {
+    return scaled_reference(head, log_of_scales(largest_scales()));
+}
+
+// The largest scale of every token's groups.
+fn largest_scales() -> vec4<f32> {
+    var largest = vec4<f32>(0f);
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        largest = max(largest, group_scales(group));
+    }
+    return largest;
 }
 
 fn group_scales(group: u32) -> vec4<f32> {
@@ -275,15 +288,12 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 // -------- token --------
 
 // One range per token: v = s u + m with u = c + 2^(bits-1), or one norm: v = s u with u = (c + 1/2) · unit. The scale
-// is multiplied into the weight before it becomes an integer, relative to the step's largest product of both. The
-// largest scale may be that of a token without weight: relative to it all other integers would be 0. The rest,
-// p (m + 2^(bits-1) s), is one sum per head.
+// is multiplied into the weight before it becomes an integer. The rest, p (m + 2^(bits-1) s), is one sum per head.
 //
-// needs: HEADS, INVOCATIONS, LANE_TOKENS, LARGEST_WEIGHT, TILE_TOKENS, enters, finish_sums, from_ordered,
-//   largest_exponent, largest_to_enter, ordered, rescale_acc, rescale_step, scale_exponents, step_maxima, sum_parts,
-//   weight_sum, weights
-// gives: begin_value_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_value_ranges,
-//   take_value_ranges, ranged_weight, largest_ranged_weight, finish_value_ranges, ranged_output
+// needs: HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, finish_sums, log_of_scales, rescale_acc, rescale_step,
+//   scaled_reference, sum_parts, weight_sum, weights
+// gives: begin_value_ranges, load_value_ranges, skip_value_ranges, skip_value_range, own_reference, take_value_ranges,
+//   ranged_weight, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
 // set by plans: VALUE_MIDDLE, VALUE_UNIT
 
@@ -293,21 +303,15 @@ const VALUE_MIDDLE: f32 = 8f;
 // The unit of a codebook's levels; 1 for affine codes.
 const VALUE_UNIT: f32 = 1f;
 
-// Largest exponent of weight times scale of the step, by head: two sets, as those of maxima.
-var<workgroup> largest_exponents: array<atomic<u32>, 2u * HEADS>;
-
 var<private> value_range: array<vec2<f32>, LANE_TOKENS>;
-// The largest weight times scale, and the factor of integers: [head].
-var<private> largest_product: array<f32, HEADS>;
-var<private> integer_factor: array<f32, HEADS>;
+// log2 of the scales.
+var<private> log_scales: vec4<f32>;
 var<private> min_sum: array<f32, HEADS>;
 var<private> min_total: array<f32, HEADS>;
 
 fn begin_value_ranges(invocation: u32) {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        atomicStore(&largest_exponents[head], 0u);
-        atomicStore(&largest_exponents[HEADS + head], 0u);
         min_sum[head] = 0f;
     }
 }
@@ -317,6 +321,8 @@ fn load_value_ranges(tile_base: u32, lane: u32) {
     for (var i = 0u; i < LANE_TOKENS; i++) {
         value_range[i] = unpack2x16float(value_ranges[tile_base * TILE_TOKENS + i * 32u + lane]);
     }
+    let scales = vec4<f32>(value_range[0].x, value_range[1].x, value_range[2].x, value_range[3].x);
+    log_scales = log_of_scales(scales);
 }
 
 fn skip_value_ranges() {
@@ -331,26 +337,13 @@ fn skip_value_range(i: u32) {
     value_range[i] = vec2<f32>(0f);
 }
 
-fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
-    let scales = vec4<f32>(value_range[0].x, value_range[1].x, value_range[2].x, value_range[3].x);
-    let exponents = scale_exponents(scales);
-    // unroll
-    for (var head = 0u; head < HEADS; head++) {
-        let entered = largest_to_enter(ordered(largest_exponent(head, exponents)));
-        if (enters()) {
-            atomicMax(&largest_exponents[parity * HEADS + head], entered);
-        }
-    }
+fn own_reference(head: u32) -> f32 {
+    return scaled_reference(head, log_scales);
 }
 
-fn take_value_ranges(parity: u32) {
+fn take_value_ranges() {
     // unroll
     for (var head = 0u; head < HEADS; head++) {
-        let step_max = from_ordered(atomicLoad(&step_maxima[parity * HEADS + head]));
-        let exponent = from_ordered(atomicLoad(&largest_exponents[parity * HEADS + head])) - step_max;
-        largest_product[head] = exp2(exponent);
-        integer_factor[head] = exp2(-exponent) * LARGEST_WEIGHT;
-        atomicStore(&largest_exponents[(1u - parity) * HEADS + head], 0u);
         var sum = 0f;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
@@ -360,12 +353,8 @@ fn take_value_ranges(parity: u32) {
     }
 }
 
-fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
-    return min(weight * value_range[i].x * integer_factor[head], LARGEST_WEIGHT);
-}
-
-fn largest_ranged_weight(head: u32) -> f32 {
-    return largest_product[head];
+fn ranged_weight(weight: f32, i: u32) -> f32 {
+    return saturate(weight * value_range[i].x);
 }
 
 fn finish_value_ranges(invocation: u32) {

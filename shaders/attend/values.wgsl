@@ -15,7 +15,8 @@
 //   fn write_states(item: WorkItem, y: u32, team: u32, lane: u32, invocation: u32)
 //     writes the states of the item
 //
-// gives: read_output_ranges, load_value_ranges, skip_value_ranges, skip_value_range, enter_block_max,
+// needs: token_scores
+// gives: read_output_ranges, load_value_ranges, skip_value_ranges, skip_value_range, own_reference, enter_block_max,
 //   enter_value_ranges
 
 // Called with the first reads of an item. Reads the ranges that its outputs are scaled with.
@@ -29,7 +30,12 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// The largest score of the lane's tokens for a head, or what else their weights are relative to.
+fn own_reference(head: u32) -> f32 {
+    return max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+}
+
+// Called before the first barrier of a step. Records the values that other lanes need: the reference of maximum
 // `at`, and the ranges.
 fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
@@ -189,7 +195,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, rescale_acc, rescale_step, tile_bases
-// gives: LARGEST_WEIGHT, weight_bytes, begin_values, store_weights, add_values
+// gives: weight_bytes, begin_values, store_weights, add_values
 
 // import attend/products.wgsl#value_dots
 // import attend/products.wgsl#weights_of_step
@@ -219,13 +225,13 @@ fn begin_values(invocation: u32) {
 }
 
 fn store_weights(team: u32, lane: u32, parity: u32) {
-    take_value_ranges(parity);
+    take_value_ranges();
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) + dither[i]);
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
         }
         // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
@@ -290,7 +296,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             let at = head * CHANNELS + k;
             // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
             let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            let unit = rescale_step[head] * WEIGHT_UNIT * largest_ranged_weight(head);
+            let unit = rescale_step[head] * WEIGHT_UNIT;
             sums[at] = sums[at] * rescale_acc[head] + f32(sum) * unit;
         }
     }
@@ -306,8 +312,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, finish_output, put_output,
 //   rescale_acc, rescale_step, sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, LARGEST_WEIGHT, sums, value_pages, begin_values, store_weights, own_channel,
-//   add_values, write_states
+// gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 

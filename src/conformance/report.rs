@@ -70,6 +70,12 @@ impl Limits {
         Self { worst_head: 4.0 * self.worst_head, ..self }
     }
 
+    /// The same for values of the smallest step. Their 8-bit codes fill a tenth of the range and lie at its end. Rounded
+    /// weights multiply the distance of a code from the middle, which is several times what the codes differ by.
+    pub const fn with_smallest_steps(self) -> Self {
+        Self { informative: 4.0 * self.informative, ..self }
+    }
+
     /// 10⁻⁶ where the query keeps 16 bits or more, 10⁻⁴ where it is quantised to int8; twice that for the informative
     /// part, and ten times for the worst single head. With int8, where one heavy channel sets the step of a head's
     /// whole query, ten times and a hundred times.

@@ -1,7 +1,7 @@
 //! Runs one case of attention on one backend.
 
 use super::accuracy::{Expected, rounding_failure};
-use super::case::AttendCase;
+use super::case::{AttendCase, DataKind};
 use super::reference;
 use super::stored::{Stored, StoredSpan};
 use crate::backend::{AttendOptions, AttentionStates, RowCentres};
@@ -91,7 +91,8 @@ pub(in crate::conformance) async fn run_states<B: Backend>(backend: &B, case: &A
 fn limits_of<B: Backend>(backend: &B, case: &AttendCase) -> Result<Limits> {
     let formats = case.segments.iter().map(|segment| &segment.format);
     let limits = Limits::of_step(backend, case.options.query, formats)?;
-    Ok(if case.scoring.sinks().is_some() { limits.with_sinks() } else { limits })
+    let limits = if case.scoring.sinks().is_some() { limits.with_sinks() } else { limits };
+    Ok(if case.data == DataKind::Small { limits.with_smallest_steps() } else { limits })
 }
 
 /// The errors of states, and the failures against the limits.

@@ -753,7 +753,7 @@ fn enter_key_totals(tile_base: u32, team: u32, lane: u32) {}
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -799,7 +799,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+            let own = own_reference(head);
             enter_block_max(head, own, parity, team, lane);
             let entered = largest_to_enter(ordered(own));
             if (enters()) {
@@ -1203,9 +1203,10 @@ fn value_place(group: u32) -> vec2<u32> {
 // shaders/attend/byte_weights.wgsl#groups
 // ----------------------------------------------------------------------------------------------------
 
-// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255 relative to
-// the largest such product of the block. (The largest s may be that of a token without weight.) The rounding error of
-// the integers multiplies only the middle of the codes, c̄ = (2^bits - 1) / 2:
+// Weights of one byte for every group of channels, with the scales multiplied in: p s as an integer 0 … 255. The block's
+// largest p s over all groups is 1. In a group p s is at most the largest r of the block, where r is the scale of a
+// token in this group beside its largest in any group. So r becomes 255. The rounding error of the integers multiplies
+// only the middle of the codes, c̄ = (2^bits - 1) / 2:
 //
 //   Σ p (s c + m) ≈ Σ ŵ c + Σ (p m + (p s - ŵ) c̄)
 //
@@ -1217,11 +1218,10 @@ fn value_place(group: u32) -> vec2<u32> {
 
 // (2^bits - 1) / 2.
 const VALUE_CENTRE: f32 = 1.5f;
-// Maxima of a block: of the scores of every head, and, for every group and head, of the exponents of p s.
-const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS * HEADS;
+// Maxima of a block: of the references of every head, and of r in every group.
+const BLOCK_MAXIMA: u32 = HEADS + WEIGHT_GROUPS;
 
-// The block's largest score, and exp2(block's largest score - running maximum).
-var<private> largest_scores: array<f32, HEADS>;
+// exp2(block's maximum - running maximum).
 var<private> block_units: array<f32, HEADS>;
 
 fn begin_value_ranges(invocation: u32) {
@@ -1229,13 +1229,11 @@ fn begin_value_ranges(invocation: u32) {
 }
 
 fn enter_value_ranges(parity: u32, team: u32, lane: u32) {
+    let inverses = 1f / max(largest_scales(), vec4<f32>(1e-30f));
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
-        let exponents = scale_exponents(group_scales(group));
-        // unroll
-        for (var head = 0u; head < HEADS; head++) {
-            enter_block_max((group + 1u) * HEADS + head, largest_exponent(head, exponents), parity, team, lane);
-        }
+        let r = group_scales(group) * inverses;
+        enter_block_max(HEADS + group, max(max(r.x, r.y), max(r.z, r.w)), parity, team, lane);
     }
 }
 
@@ -1249,7 +1247,6 @@ fn weigh(head: u32, step_max: f32, new_max: f32, parity: u32, team: u32, lane: u
         token_scores[head * LANE_TOKENS + i] = exp2(token_scores[head * LANE_TOKENS + i] - largest);
         sum += token_scores[head * LANE_TOKENS + i];
     }
-    largest_scores[head] = largest;
     block_units[head] = exp2(largest - new_max);
     return sum * block_units[head];
 }
@@ -1258,12 +1255,13 @@ fn store_weights(team: u32, lane: u32, parity: u32) {
     // unroll
     for (var group = 0u; group < WEIGHT_GROUPS; group++) {
         let scales = group_scales(group);
+        let largest = block_max(HEADS + group, parity, team, lane);
+        // If every scale of the group in the block is 0, all weights are 0.
+        let integers = scales * (255f / max(largest, 1e-30f));
+        let unit = largest * LARGEST_WEIGHT_UNIT;
         let centres = group_minima(group) + VALUE_CENTRE * scales;
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let exponent = block_max((group + 1u) * HEADS + head, parity, team, lane) - largest_scores[head];
-            let unit = exp2(exponent) * LARGEST_WEIGHT_UNIT;
-            let integers = scales * (exp2(-exponent) * 255f);
             let p = vec4<f32>(token_scores[head * 4u], token_scores[head * 4u + 1u], token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]);
             // Rounded to nearest in the low bits of 2^23 + weight. Shifting drops the bits of 2^23 except one byte, 75.
             // Adding 181 wraps it around.
@@ -1313,10 +1311,12 @@ fn begin_block_maxima(invocation: u32) {}
 // into the weights before these become integers, so every group of channels has its own weights. The rest is one sum
 // per head and group: see byte_weights.wgsl#groups.
 //
-// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, sum_parts,
-//   weight_sum
-// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, group_scales,
-//   group_minima, finish_value_ranges, ranged_output
+// The reference of weights takes the largest scale of a token's groups.
+//
+// needs: GROUP_CHANNELS, HEADS, INVOCATIONS, LANE_TOKENS, TILE_TOKENS, WEIGHT_GROUPS, finish_sums, log_of_scales,
+//   scaled_reference, sum_parts, weight_sum
+// gives: common_sums, begin_common_sums, load_value_ranges, skip_value_ranges, skip_value_range, own_reference,
+//   largest_scales, group_scales, group_minima, finish_value_ranges, ranged_output
 // binds: 6 value_ranges
 
 // Scale and minimum in f16: [tile][group of channels][token].
@@ -1361,6 +1361,20 @@ fn skip_value_range(i: u32) {
     }
 }
 
+fn own_reference(head: u32) -> f32 {
+    return scaled_reference(head, log_of_scales(largest_scales()));
+}
+
+// The largest scale of every token's groups.
+fn largest_scales() -> vec4<f32> {
+    var largest = vec4<f32>(0f);
+    // unroll
+    for (var group = 0u; group < WEIGHT_GROUPS; group++) {
+        largest = max(largest, group_scales(group));
+    }
+    return largest;
+}
+
 fn group_scales(group: u32) -> vec4<f32> {
     return vec4<f32>(
         unpack2x16float(value_range[group * LANE_TOKENS]).x,
@@ -1398,16 +1412,16 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
     return mean + common_totals[channel / GROUP_CHANNELS * HEADS + head] / total;
 }
 
-// The exponents of scales, from 1e-30 on. If all scales are 0, all integers are 0.
-fn scale_exponents(scales: vec4<f32>) -> vec4<f32> {
-    return log2(max(scales, vec4<f32>(1e-30f)));
+// log2 of scales. 0 counts as 2^-25, which is below every other scale in f16. So weights are at most 2^25.
+fn log_of_scales(scales: vec4<f32>) -> vec4<f32> {
+    return log2(max(scales, vec4<f32>(2.9802322e-8f)));
 }
 
-// The largest exponent of weight times scale among the lane's tokens, whose scales have these exponents.
-fn largest_exponent(head: u32, exponents: vec4<f32>) -> f32 {
+// The largest score + log2(scale) of the lane's tokens for a head.
+fn scaled_reference(head: u32, log_scales: vec4<f32>) -> f32 {
     let at = head * LANE_TOKENS;
-    let low = max(token_scores[at] + exponents.x, token_scores[at + 1u] + exponents.y);
-    return max(low, max(token_scores[at + 2u] + exponents.z, token_scores[at + 3u] + exponents.w));
+    let low = max(token_scores[at] + log_scales.x, token_scores[at + 1u] + log_scales.y);
+    return max(low, max(token_scores[at + 2u] + log_scales.z, token_scores[at + 3u] + log_scales.w));
 }
 
 // Called before and after a tile is added to the sums.

@@ -591,7 +591,7 @@ fn totals_entered() {}
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -637,7 +637,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+            let own = own_reference(head);
             enter_block_max(head, own, parity, team, lane);
             let entered = largest_to_enter(ordered(own));
             if (enters()) {
@@ -786,7 +786,7 @@ fn enters() -> bool {
 // step outweighs the others by more than 2^16.
 //
 // needs: HEADS, HEAD_DIM, LANE_TOKENS, STEP_TILES, TILE_TOKENS, rescale_acc, rescale_step, tile_bases
-// gives: LARGEST_WEIGHT, weight_bytes, begin_values, store_weights, add_values
+// gives: weight_bytes, begin_values, store_weights, add_values
 
 const LARGEST_WEIGHT: f32 = 32639f;
 // Factor of a sum of integer weights times bytes.
@@ -812,13 +812,13 @@ fn begin_values(invocation: u32) {
 }
 
 fn store_weights(team: u32, lane: u32, parity: u32) {
-    take_value_ranges(parity);
+    take_value_ranges();
     // unroll
     for (var head = 0u; head < HEADS; head++) {
         var integers: vec4<u32>;
         // unroll
         for (var i = 0u; i < LANE_TOKENS; i++) {
-            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], head, i) + dither[i]);
+            integers[i] = u32(ranged_weight(weights[head * LANE_TOKENS + i], i) * LARGEST_WEIGHT + dither[i]);
         }
         // Two integers of up to 16 bits per word, so that two bytes are extracted at once.
         let even = integers.x | (integers.z << 16u);
@@ -883,7 +883,7 @@ fn add_values(first: u32, tiles: u32, team: u32, lane: u32) {
             let at = head * CHANNELS + k;
             // At most 512 tokens · 32639 · 128 in magnitude: it fits 32 bits.
             let sum = step_sums[HEADS * CHANNELS + at] * 256i + step_sums[at];
-            let unit = rescale_step[head] * WEIGHT_UNIT * largest_ranged_weight(head);
+            let unit = rescale_step[head] * WEIGHT_UNIT;
             sums[at] = sums[at] * rescale_acc[head] + f32(sum) * unit;
         }
     }
@@ -897,7 +897,12 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// The largest score of the lane's tokens for a head, or what else their weights are relative to.
+fn own_reference(head: u32) -> f32 {
+    return max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+}
+
+// Called before the first barrier of a step. Records the values that other lanes need: the reference of maximum
 // `at`, and the ranges.
 fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
@@ -1086,17 +1091,11 @@ fn ranged_output(mean: f32, head: u32, total: f32, channel: u32) -> f32 {
 }
 
 // Called once the weights of a step are known, before they become integers.
-fn take_value_ranges(parity: u32) {}
+fn take_value_ranges() {}
 
-// Weight times scale of token `i` of the lane for a head, as an integer that is not rounded yet. The weight is relative
-// to the largest of the step. The largest such product of the step becomes LARGEST_WEIGHT.
-fn ranged_weight(weight: f32, head: u32, i: u32) -> f32 {
-    return weight * LARGEST_WEIGHT;
-}
-
-// That product.
-fn largest_ranged_weight(head: u32) -> f32 {
-    return 1f;
+// The weight of token `i` of the lane, times its scale where the scale is multiplied into it: 0 … 1.
+fn ranged_weight(weight: f32, i: u32) -> f32 {
+    return weight;
 }
 
 // Called once before the outputs are written, by all invocations.

@@ -432,7 +432,7 @@ fn larger(a: f32, b: f32) -> f32 {
 // needs: CHUNKS, HEADS, INVOCATIONS, LANE_TOKENS, LN_2, LOWEST, STEP_TILES, TILE_TOKENS, WorkItem, begin_keys,
 //   keep_tile_base, key_pages, load_query, prepare_keys, prepare_keys_late, read_tile_base, score_tile,
 //   set_scores_lowest, tile_bases, token_scores
-// gives: step_maxima, sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
+// gives: sum_parts, weight_sum, rescale_acc, rescale_step, pages, attend_item, finish_sums, write_lse
 
 // Maxima of the step, by head: two sets, so that one can be reset while the other is in use.
 var<workgroup> step_maxima: array<atomic<u32>, 2u * HEADS>;
@@ -478,7 +478,7 @@ fn attend_item(item: WorkItem, y: u32, invocation: u32) {
         }
         // unroll
         for (var head = 0u; head < HEADS; head++) {
-            let own = max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+            let own = own_reference(head);
             enter_block_max(head, own, parity, team, lane);
             let entered = largest_to_enter(ordered(own));
             if (enters()) {
@@ -619,8 +619,7 @@ fn finish_scores(item: WorkItem, tile: u32, lane: u32) {}
 //
 // needs: HEADS, HEAD_DIM, INVOCATIONS, KV_HEADS, STEP_TILES, TILE_TOKENS, WorkItem, finish_output, put_output,
 //   rescale_acc, rescale_step, sum_parts, tile_bases, write_lse
-// gives: ValueVector, CHANNELS, LARGEST_WEIGHT, sums, value_pages, begin_values, store_weights, own_channel,
-//   add_values, write_states
+// gives: ValueVector, CHANNELS, sums, value_pages, begin_values, store_weights, own_channel, add_values, write_states
 // binds: 5 values
 // set by plans: ValueVector, Weights, CHANNELS, CHANNEL_BLOCKS
 
@@ -749,7 +748,12 @@ fn skip_value_ranges() {}
 
 fn skip_value_range(i: u32) {}
 
-// Called before the first barrier of a step. Records the values that other lanes need: the largest score of maximum
+// The largest score of the lane's tokens for a head, or what else their weights are relative to.
+fn own_reference(head: u32) -> f32 {
+    return max(max(token_scores[head * 4u], token_scores[head * 4u + 1u]), max(token_scores[head * 4u + 2u], token_scores[head * 4u + 3u]));
+}
+
+// Called before the first barrier of a step. Records the values that other lanes need: the reference of maximum
 // `at`, and the ranges.
 fn enter_block_max(at: u32, own: f32, parity: u32, team: u32, lane: u32) {}
 
