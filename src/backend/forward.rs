@@ -51,6 +51,7 @@ macro_rules! storage_methods {
                 places: &[(&Store<$F>, SpanPlace<'_>)],
             ) -> impl Future<Output = Result<Vec<SpanBytes>>>;
             fn begin_reads(&self, places: &[(&Store<$F>, SpanPlace<'_>)]) -> Result<SpanReads<$F>>;
+            fn check_submitted(&self, what: &'static str, stores: &[&Store<$F>]) -> Result<()>;
             fn have_arrived(&self, reads: &SpanReads<$F>) -> Result<bool>;
             fn finish_reads(&self, reads: SpanReads<$F>) -> impl Future<Output = Result<Vec<SpanBytes>>>;
             fn write_span(&self, store: &mut Store<$F>, bytes: &SpanBytes, place: SpanPlace<'_>) -> Result<()>;

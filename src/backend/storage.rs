@@ -73,6 +73,13 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is unchanged.
     fn add_shard(&self, store: &mut Self::Store, pages: u32) -> impl Future<Output = Result<()>>;
 
+    /// Checks that an engine has submitted all that it encoded over stores, before what it stored or chose there is read
+    /// by way of something else. Nothing to check where a stream keeps the order.
+    ///
+    /// # Errors
+    /// [`NotSubmitted`](crate::Error::NotSubmitted), which names the call by `what`.
+    fn check_submitted(&self, what: &'static str, stores: &[&Self::Store]) -> Result<()>;
+
     /// Number of shards that a step reads at once. A store that has this many grows by a larger shard in place of
     /// its newest one.
     fn shards_at_once(&self) -> usize;

@@ -274,7 +274,8 @@ impl<B: Backend> ModelCache<B> {
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, [`Error::Sequence`] when there is no such sequence,
-    /// [`Error::DeviceLost`].
+    /// [`Error::NotSubmitted`] when a step that
+    /// chose them is encoded and not submitted, [`Error::DeviceLost`].
     pub async fn positions(&self, layer: usize, sequence: usize) -> Result<Vec<SpanPositions>> {
         let (group, place) = self.group(layer)?;
         group.positions(place, sequence).await

@@ -118,7 +118,8 @@ impl<B: Backend> KvCache<B> {
     /// The positions of the tokens of a sequence, span by span in the order of [`KvCache::dequantize`].
     ///
     /// # Errors
-    /// [`Error::Sequence`] when there is no such sequence, [`Error::DeviceLost`].
+    /// [`Error::Sequence`] when there is no such sequence, [`Error::NotSubmitted`] when a step that
+    /// chose them is encoded and not submitted, [`Error::DeviceLost`].
     pub async fn positions(&self, sequence: usize) -> Result<Vec<SpanPositions>> {
         self.group.positions(LAYER, sequence).await
     }

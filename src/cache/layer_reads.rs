@@ -93,6 +93,8 @@ impl<B: Backend> LayerGroup<B> {
             positions.push(match &span.positions {
                 Positions::From(start) => SpanPositions::Run(TokenRange::new(*start, start + span.tokens)?),
                 Positions::Gathered { base, indices } => {
+                    // The pass of an engine may have chosen them.
+                    self.backend.check_submitted("positions of tokens", &self.stores(layer))?;
                     let indices = self.backend.download_indices(span.of_layers.get(layer).unwrap_or(indices)).await?;
                     SpanPositions::PerHead(indices.into_iter().map(|index| base + index as usize).collect())
                 }

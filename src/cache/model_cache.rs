@@ -261,6 +261,11 @@ impl<B: Backend> ModelCache<B> {
         Ok(group.stores(index))
     }
 
+    /// The stores of all layers.
+    pub(super) fn all_stores(&self) -> Vec<&B::Store> {
+        self.groups.iter().flat_map(|group| (0..group.layers()).flat_map(|place| group.stores(place))).collect()
+    }
+
     /// Stores the keys and values of the open step's tokens in one layer. The data that they replace stay until the
     /// step is committed. Elements that are not finite are stored as zeros, and [reported
     /// later](ModelCache::non_finite).

@@ -245,8 +245,7 @@ impl<B: Backend> ObservedParts<B> {
         self.check_measured()?;
         let words: Vec<&B::Words> =
             self.layers.iter().flat_map(|of| of.counts.iter().map(|(words, _)| words)).collect();
-        let stores = cache.stores(0)?;
-        self.reads = Some(self.backend.begin_word_reads(&words, &stores)?);
+        self.reads = Some(self.backend.begin_word_reads(&words, &cache.all_stores())?);
         Ok(())
     }
 
@@ -282,10 +281,13 @@ impl<B: Backend> ObservedParts<B> {
     ///
     /// # Errors
     /// [`Error::Selection`] when it was not compressed; [`Error::NotANumber`] when a score was NaN, which ranked below
-    /// all numbers; [`Error::DeviceLost`].
-    pub async fn selection(&self) -> Result<Selection> {
+    /// all numbers; [`Error::NotSubmitted`] when steps are encoded and not submitted; [`Error::DeviceLost`].
+    pub async fn selection(&self, cache: &ModelCache<B>) -> Result<Selection> {
         match &self.decided {
-            Some(decided) => decided.selection(&self.backend).await,
+            Some(decided) => {
+                self.backend.check_submitted("positions of kept tokens", &cache.all_stores())?;
+                decided.selection(&self.backend).await
+            }
             None => Err(Error::Selection { reason: "the prompt is not compressed yet".into() }),
         }
     }

@@ -70,7 +70,8 @@ pub(super) async fn reserve<B: Backend>(
         let doubled: Vec<_> = groups.iter().zip(&lacking).map(|(group, lacking)| group.doubled(lacking)).collect();
         if check_bytes(groups, &doubled, 0, budget).is_ok() {
             match grow(groups, &doubled, budget).await {
-                Err(Error::OutOfMemory { .. }) => {} // what is lacking may fit yet
+                // What is lacking may fit yet.
+                Err(Error::OutOfMemory { .. } | Error::Limit { .. }) => {}
                 grown => return grown,
             }
         }

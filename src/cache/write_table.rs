@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::page_tables::PageTables;
-use super::{Appended, StoreId};
+use super::{Appended, Recipe, StoreId};
 use crate::Result;
-use crate::format::AttentionShape;
+use crate::format::{AttentionShape, TensorFormat};
 use crate::plan::{LayerWrites, StoreCapacity, TokenIndices, WindowCapacity, WriteLayout, WriteTable};
 
 /// The table of the open step, laid out for the current stores. The layout is rebuilt when a store has other buffers
@@ -27,6 +27,9 @@ const FIRST_SEQUENCES: usize = 256;
 
 /// Number of them that may begin in one step.
 const FIRST_BEGINNING: usize = 8;
+
+/// Number of windows that a step may pack, where each passes through scratch memory as f32 rows that are rotated.
+const FIRST_ROTATED: usize = 8;
 
 /// Limits of what steps write. They only grow, by doubling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +66,8 @@ impl GroupTable {
         let sequences = page_tables.sequences().len().min(FIRST_SEQUENCES);
         // Pages are copied only for a sequence that was forked in the middle of one.
         let centres = if page_tables.recipe().is_centred() { sequences.min(FIRST_BEGINNING) } else { 0 };
-        let most = WriteLimits { tokens: sequences, staged: 1, copies: 0, centres, windows: sequences };
+        let windows = if rotates_windows(page_tables.recipe()) { sequences.min(FIRST_ROTATED) } else { sequences };
+        let most = WriteLimits { tokens: sequences, staged: 1, copies: 0, centres, windows };
         let table = WriteTable::new(&lay_out(shape, page_tables, most)?);
         Ok(Self { shape, most, table, stores_changed: false, fillings: 0 })
     }
@@ -107,6 +111,13 @@ impl GroupTable {
     pub(super) const fn table(&self) -> &WriteTable {
         &self.table
     }
+}
+
+/// Whether rows of windows are rotated before the ranges of their tiles are known.
+fn rotates_windows(recipe: &Recipe) -> bool {
+    let format = recipe.packed_later().map(|store| recipe.stores()[store.index()].format);
+    let rotates = |of: &TensorFormat| of.rotation().is_some() && !of.takes_single_tokens();
+    format.is_some_and(|format| rotates(&format.key) || rotates(&format.value))
 }
 
 fn lay_out<I: TokenIndices + Clone>(

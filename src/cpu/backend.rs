@@ -154,6 +154,10 @@ impl Storage for Cpu {
         places.iter().map(|&(store, place)| store.read_span(place)).collect()
     }
 
+    fn check_submitted(&self, _: &'static str, _: &[&Self::Store]) -> Result<()> {
+        Ok(())
+    }
+
     fn have_arrived(&self, _: &Vec<SpanBytes>) -> Result<bool> {
         Ok(true)
     }

@@ -57,7 +57,7 @@ async fn of_parts<B: Backend + Clone>(cache: &mut ModelCache<B>, of: &Prompt, po
     cache.commit()?;
     cache.reserve_for_parts(&observed).await?;
     cache.compress_parts(&mut observed)?;
-    observed.selection().await
+    observed.selection(cache).await
 }
 
 /// A layer with a larger scale keeps what one with larger queries keeps, and not what it keeps without either.

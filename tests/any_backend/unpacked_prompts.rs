@@ -235,7 +235,7 @@ pub fn check_policy<B: Backend + Clone>(
         block_on(cache.reserve_for_parts(&observed)).unwrap();
         cache.compress_parts(&mut observed).unwrap();
     }
-    let selection = block_on(observed.selection()).unwrap();
+    let selection = block_on(observed.selection(&cache)).unwrap();
     let mut whole = prompt.cache(&Cpu::new(), recipe);
     let expected = block_on(whole.compress(0, &prompt.observe(&whole, policy.clone()))).unwrap();
     let mut twin = prompt.cache(backend, recipe);

@@ -293,6 +293,41 @@ impl Forward for Short {
     }
 }
 
+/// A device that holds a few ranges of spans.
+#[derive(Clone)]
+struct FewRanges(Cpu, usize);
+
+impl Forward for FewRanges {
+    type Inner = Cpu;
+
+    fn inner(&self) -> &Cpu {
+        &self.0
+    }
+
+    async fn reserve_ranges(&self, store: &mut CpuStore, slots: usize) -> Result<()> {
+        if slots > self.1 {
+            let (what, hint) = ("span ranges".into(), "use fewer spans per store");
+            return Err(Error::Limit { what, needed: slots as u64, allowed: self.1 as u64, hint });
+        }
+        Storage::reserve_ranges(&self.0, store, slots).await
+    }
+}
+
+/// Twice the room that there is may be more than the device has, where what a step needs is not.
+#[test]
+fn what_fits_is_reserved_where_twice_of_it_does_not() {
+    let recipe = Recipe::pack_all(SegmentFormat::calibquant(Bits::Two));
+    let mut cache = KvCache::new(Forwarding(FewRanges(Cpu::new(), 10)), shape(), 16, recipe).unwrap();
+    let (rows, whole) = (RowLayout::token_major(4, &shape()), TokenRange::new(0, 4).unwrap());
+    let token = CpuTensor::F32(vec![0.5; 4 * 2 * 64]);
+    let spans = [PromptSpan::packed(whole)];
+    for sequence in 0..10 {
+        block_on(cache.prefill(sequence, rows, &token, &token, &spans)).unwrap();
+    }
+    let refused = block_on(cache.prefill(10, rows, &token, &token, &spans));
+    assert!(matches!(refused, Err(Error::Limit { allowed: 10, .. })), "{refused:?}");
+}
+
 /// What a call allocated before it failed is given back, and what was there before stays, although nothing lies in it.
 #[test]
 fn a_failed_growth_leaves_the_shards_that_were_there() {

@@ -17,6 +17,7 @@ mod not_submitted;
 mod parts_of_a_step;
 mod prompt_parts;
 mod query_runs;
+mod rotated_windows;
 mod round_trips;
 mod select;
 mod serving;

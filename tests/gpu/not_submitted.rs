@@ -31,7 +31,11 @@ struct Engine {
 
 impl Engine {
     fn new(recipe: &str) -> Self {
-        let (backend, recipe) = (gpu_device::shared(), model_steps::recipe(recipe));
+        Self::on(gpu_device::shared(), recipe)
+    }
+
+    fn on(backend: Wgpu, recipe: &str) -> Self {
+        let recipe = model_steps::recipe(recipe);
         let zeroed = |_| LayerTensors::zeroed(backend.device(), &shape(), ROWS, ElementType::F32).unwrap();
         let tensors: Vec<LayerTensors> = (0..LAYERS).map(zeroed).collect();
         let (cache, twin) = (model_steps::cache(&backend, &recipe), model_steps::cache(&Cpu::new(), &recipe));
@@ -235,6 +239,79 @@ fn a_submitted_layer_overtakes_no_encoded_step() {
     assert_eq!(block_on(engine.cache.swap_out(0)).unwrap().length(), 5);
 }
 
+/// Nor one that another engine encoded over the same cache.
+#[test]
+fn a_submitted_layer_overtakes_no_step_of_another_engine() {
+    let mut engine = Engine::new("f16");
+    block_on(engine.cache.reserve(&[StoreRoom { pages: 8, spans: 0 }])).unwrap();
+    let rows = RowLayout::token_major(ROWS, &shape());
+    let mut other = ModelStep::new(&engine.backend, rows, engine.tensors.clone()).unwrap();
+    let encoded = engine.encode(&[TokenRun::chunk(0, 4)]);
+    engine.cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    let open = engine.cache.open_steps().unwrap();
+    let given = LayerTensors::zeroed(engine.backend.device(), &shape(), 1, ElementType::F32).unwrap();
+    let step = other.write(&open).unwrap();
+    refusal(step.submit(0, &given), 1, "submit");
+    engine.backend.queue().submit([encoded.finish()]);
+    (0..LAYERS).for_each(|layer| step.submit(layer, &given).unwrap());
+    engine.cache.commit().unwrap();
+    assert_eq!(block_on(engine.cache.swap_out(0)).unwrap().length(), 5);
+}
+
+/// A layer whose output cannot be copied is not stored: nothing is submitted, and the step waits for it.
+#[test]
+fn a_refused_output_stores_nothing() {
+    let mut engine = Engine::new("f16");
+    block_on(engine.cache.reserve(&[StoreRoom { pages: 8, spans: 0 }])).unwrap();
+    engine.cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    let open = engine.cache.open_steps().unwrap();
+    let given = LayerTensors::zeroed(engine.backend.device(), &shape(), 1, ElementType::F32).unwrap();
+    let in_place = LayerTensors { output: engine.tensors[0].output.clone(), ..given.clone() };
+    let step = engine.steps.write(&open).unwrap();
+    let refused = step.submit(0, &in_place);
+    assert!(matches!(refused, Err(Error::Buffer { .. })), "{refused:?}");
+    (1..LAYERS).for_each(|layer| step.submit(layer, &given).unwrap());
+    let early = engine.cache.commit();
+    assert!(matches!(early, Err(Error::Plan { .. })), "layer 0 is missing: {early:?}");
+    engine.cache.abandon();
+}
+
+/// Where tables of further steps do not fit the device, they do again once steps are submitted.
+#[test]
+fn tables_that_did_not_fit_ask_for_less_later() {
+    let backend = gpu_device::shared().with_binding_limit(1 << 16);
+    let mut engine = Engine::on(backend.clone(), "f16");
+    block_on(engine.cache.reserve(&[StoreRoom { pages: 8, spans: 0 }])).unwrap();
+    let mut encoded = Vec::new();
+    loop {
+        engine.cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+        let open = engine.cache.open_steps().unwrap();
+        let step = match engine.steps.write(&open) {
+            Ok(step) => step,
+            Err(error) => {
+                let bytes = matches!(&error, Error::Limit { what, .. } if what.contains("bytes"));
+                assert!(bytes, "after {} steps: {error}", encoded.len());
+                break;
+            }
+        };
+        let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        for layer in 0..LAYERS {
+            step.encode_store(layer, &mut pass).unwrap();
+            step.encode_attend(layer, &mut pass).unwrap();
+        }
+        drop(pass);
+        encoded.push(encoder.finish());
+        engine.cache.commit().unwrap();
+    }
+    engine.cache.abandon();
+    backend.queue().submit(encoded);
+    backend.device().poll(wgpu::PollType::wait_indefinitely()).unwrap();
+    let again = engine.encode_open(&[TokenRun::decode(0)]);
+    engine.cache.commit().unwrap();
+    engine.submit(again);
+}
+
 /// The same for a layer that an engine binds by itself.
 #[test]
 fn a_layer_that_is_bound_alone_is_known_too() {
@@ -258,7 +335,9 @@ fn a_layer_that_is_bound_alone_is_known_too() {
     step.encode(&table, &mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default())).unwrap();
     refusal(cache.dequantize(0), 1, "dequantize");
     refusal(block_on(flags.read(backend.device(), backend.queue())), 1, "flags");
+    refusal(memory.write(backend.queue(), &table), 1, "its table");
     backend.queue().submit([encoder.finish()]);
     cache.dequantize(0).unwrap();
     assert_eq!(block_on(flags.read(backend.device(), backend.queue())), Ok(vec![]));
+    memory.write(backend.queue(), &table).unwrap();
 }

@@ -72,6 +72,10 @@ impl Engine<Wgpu> for Passes {
             _ => None,
         };
         let packs = packing.is_some();
+        if packs {
+            let refused = cache.begin_swap_out(0).map(drop);
+            assert!(matches!(refused, Err(Error::NotSubmitted { .. })), "recorded: {refused:?}");
+        }
         packing.into_iter().for_each(|packing| packing.encode(&mut pass));
         drop(pass);
         commands.push(encoder.finish());
@@ -155,10 +159,19 @@ fn counts_arrive_in_one_submission() {
     let packing = backend.record(|| cache.compress_parts(&mut observed)).unwrap();
     assert!(!packing.is_empty());
     assert_eq!(newest_submission(&backend) - before - 1, 0);
+    // What was chosen is known once it is submitted, and no step goes before it.
+    let (chosen, held) = (block_on(observed.selection(&cache)), block_on(cache.positions(0, 0)));
+    assert!(matches!(chosen, Err(Error::NotSubmitted { .. })), "{chosen:?}");
+    assert!(matches!(held, Err(Error::NotSubmitted { .. })), "{held:?}");
+    block_on(cache.reserve_for_append(&[TokenRun::decode(0)])).unwrap();
+    cache.begin_append(&[TokenRun::decode(0)]).unwrap();
+    let early = engine.steps.write(&cache.open_steps().unwrap()).map(drop);
+    assert!(matches!(early, Err(Error::NotSubmitted { steps: 1, .. })), "{early:?}");
+    cache.abandon();
     let mut encoder = backend.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
     packing.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     backend.queue().submit([encoder.finish()]);
-    let selection = block_on(observed.selection()).unwrap();
+    let selection = block_on(observed.selection(&cache)).unwrap();
     for layer in 0..LAYERS {
         assert_eq!(cache.tokens(layer, 0), Ok(selection.layers()[layer].count()));
     }

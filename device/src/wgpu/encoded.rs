@@ -1,5 +1,5 @@
-//! Steps that an engine has encoded and not submitted. Until it submits them, pages lack the tokens that
-//! a cache counts.
+//! Steps that an engine has recorded or encoded, and not submitted. Until it submits them, pages lack the tokens that a
+//! cache counts.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -51,19 +51,33 @@ fn refuses_at_once(mapped: &wgpu::Buffer) -> bool {
 #[derive(Debug)]
 pub struct EncodedSteps {
     submissions: Submissions,
-    count: Arc<AtomicUsize>,
+    counts: Arc<Counts>,
+}
+
+/// Numbers of steps.
+#[derive(Debug, Default)]
+struct Counts {
+    not_submitted: AtomicUsize,
+    /// Those of them whose commands are in no pass yet.
+    not_encoded: AtomicUsize,
 }
 
 impl EncodedSteps {
     /// None so far, of passes that `submissions` watches.
     pub fn new(submissions: &Submissions) -> Arc<Self> {
-        Arc::new(Self { submissions: submissions.clone(), count: Arc::default() })
+        Arc::new(Self { submissions: submissions.clone(), counts: Arc::default() })
     }
 
     /// A step that counts as not submitted as long as it lives.
     pub fn begin(&self) -> Arc<EncodedStep> {
-        self.count.fetch_add(1, Ordering::AcqRel);
-        Arc::new(EncodedStep(self.count.clone()))
+        self.counts.not_submitted.fetch_add(1, Ordering::AcqRel);
+        Arc::new(EncodedStep(self.counts.clone()))
+    }
+
+    /// The same for commands that are in no pass yet.
+    pub fn record(&self) -> RecordedStep {
+        self.counts.not_encoded.fetch_add(1, Ordering::AcqRel);
+        RecordedStep(self.begin())
     }
 
     /// Keeps a step until the commands of a pass are submitted or dropped. Where wgpu does not tell of that, until they
@@ -74,19 +88,15 @@ impl EncodedSteps {
             None => pass.on_submitted_work_done(move || drop(step)),
         }
     }
-
-    /// Number of steps that are not submitted.
-    pub fn count(&self, device: &wgpu::Device) -> usize {
-        not_submitted(&self.count, &self.submissions, device)
-    }
 }
 
 /// Number of steps that are not submitted. None in a browser, which tells of finished commands alone, and where nothing
 /// may wait for them.
-fn not_submitted(count: &AtomicUsize, submissions: &Submissions, device: &wgpu::Device) -> usize {
+fn not_submitted(counts: &Counts, submissions: &Submissions, device: &wgpu::Device) -> usize {
     if cfg!(target_family = "wasm") {
         return 0;
     }
+    let count = &counts.not_submitted;
     if count.load(Ordering::Acquire) > 0 && submissions.mapped.is_none() {
         // Submitted steps count until they are finished. What fails here fails again in the caller's next call.
         let _ = guard::wait_for_all(device);
@@ -96,11 +106,28 @@ fn not_submitted(count: &AtomicUsize, submissions: &Submissions, device: &wgpu::
 
 /// A step with commands that are not submitted, and the number of them. The passes that hold the commands hold it.
 #[derive(Debug)]
-pub struct EncodedStep(Arc<AtomicUsize>);
+pub struct EncodedStep(Arc<Counts>);
 
 impl Drop for EncodedStep {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
+        self.0.not_submitted.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A step whose commands are in no pass yet.
+#[derive(Debug)]
+pub struct RecordedStep(Arc<EncodedStep>);
+
+impl RecordedStep {
+    /// The step, whose commands a pass has now.
+    pub fn encoded(self) -> Arc<EncodedStep> {
+        self.0.clone()
+    }
+}
+
+impl Drop for RecordedStep {
+    fn drop(&mut self) {
+        (self.0).0.not_encoded.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -112,7 +139,7 @@ pub struct Encoders(Arc<Mutex<Vec<Encoder>>>);
 /// them.
 #[derive(Clone, Debug)]
 struct Encoder {
-    count: Weak<AtomicUsize>,
+    counts: Weak<Counts>,
     submissions: Submissions,
 }
 
@@ -120,9 +147,9 @@ impl Encoders {
     /// Notes that these steps use the store.
     pub fn add(&self, steps: &EncodedSteps) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.retain(|other| other.count.strong_count() > 0);
-        if !known.iter().any(|other| std::ptr::eq(other.count.as_ptr(), Arc::as_ptr(&steps.count))) {
-            known.push(Encoder { count: Arc::downgrade(&steps.count), submissions: steps.submissions.clone() });
+        known.retain(|other| other.counts.strong_count() > 0);
+        if !known.iter().any(|other| std::ptr::eq(other.counts.as_ptr(), Arc::as_ptr(&steps.counts))) {
+            known.push(Encoder { counts: Arc::downgrade(&steps.counts), submissions: steps.submissions.clone() });
         }
     }
 
@@ -131,9 +158,32 @@ impl Encoders {
     /// # Errors
     /// [`Error::NotSubmitted`].
     pub fn check_submitted(&self, device: &wgpu::Device, what: &'static str) -> Result<()> {
+        self.check_others_submitted(device, what, 0)
+    }
+
+    /// The same but for so many steps, which the commands belong to.
+    ///
+    /// # Errors
+    /// [`Error::NotSubmitted`].
+    pub fn check_others_submitted(&self, device: &wgpu::Device, what: &'static str, own: usize) -> Result<()> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let of = |known: &Encoder| Some(not_submitted(&*known.count.upgrade()?, &known.submissions, device));
-        let steps = known.iter().filter_map(of).sum();
-        if steps == 0 { Ok(()) } else { Err(Error::NotSubmitted { what, steps }) }
+        let of = |known: &Encoder| Some(not_submitted(&*known.counts.upgrade()?, &known.submissions, device));
+        match known.iter().filter_map(of).sum::<usize>().saturating_sub(own) {
+            0 => Ok(()),
+            steps => Err(Error::NotSubmitted { what, steps }),
+        }
+    }
+
+    /// Checks that all that was recorded is encoded, before other commands over the store are.
+    ///
+    /// # Errors
+    /// [`Error::NotSubmitted`].
+    pub fn check_encoded(&self, what: &'static str) -> Result<()> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = |known: &Encoder| Some(known.counts.upgrade()?.not_encoded.load(Ordering::Acquire));
+        match known.iter().filter_map(of).sum() {
+            0 => Ok(()),
+            steps => Err(Error::NotSubmitted { what, steps }),
+        }
     }
 }

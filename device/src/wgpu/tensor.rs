@@ -156,6 +156,16 @@ impl Tensor {
     /// [`Error::Buffer`] when the other tensor has another type, has fewer elements or lies in the same buffer, when a
     /// buffer lacks the usage `COPY_SRC` or `COPY_DST`, or the copy does not consist of whole 32-bit words.
     pub fn encode_copy(&self, to: &Self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
+        let bytes = self.check_copy(to)?;
+        encoder.copy_buffer_to_buffer(&self.buffer, self.offset, &to.buffer, to.offset, bytes);
+        Ok(())
+    }
+
+    /// The bytes of such a copy.
+    ///
+    /// # Errors
+    /// As [`Tensor::encode_copy`].
+    pub fn check_copy(&self, to: &Self) -> Result<u64> {
         let reject = |reason: String| Err(Error::Buffer { what: "a copy of a tensor", reason });
         if (self.element_type, self.elements) != (to.element_type, self.elements.min(to.elements)) {
             let (given, held) = ((self.elements, self.element_type), (to.elements, to.element_type));
@@ -173,8 +183,7 @@ impl Tensor {
             let (from, into) = (self.offset, to.offset);
             return reject(format!("{bytes} bytes from byte {from} to byte {into}; all three must be multiples of 4"));
         }
-        encoder.copy_buffer_to_buffer(&self.buffer, self.offset, &to.buffer, to.offset, bytes);
-        Ok(())
+        Ok(bytes)
     }
 
     /// Number of elements.

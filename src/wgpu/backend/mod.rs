@@ -278,6 +278,11 @@ impl Storage for Wgpu {
         SpanReads::begin(self.device(), &self.queue, places)
     }
 
+    fn check_submitted(&self, what: &'static str, stores: &[&Store]) -> Result<()> {
+        self.check_not_recording(what)?;
+        self.check_all_submitted(what, stores)
+    }
+
     fn have_arrived(&self, reads: &SpanReads) -> Result<bool> {
         reads.have_arrived(self.device())
     }
@@ -327,13 +332,13 @@ impl Packing for Wgpu {
     }
 
     fn key_mean(&self, store: &mut Store, keys: &Tensor, centre: NewCentre) -> Result<()> {
-        self.check_submitted("centre of keys", &[store])?;
+        self.check_all_submitted("centre of keys", &[store])?;
         let launch = KeyMeanPlan::new(store.shape(), centre)?.bind(&self.kernels, store, keys)?;
         self.run("kvpack key_mean", &[launch].into_iter().collect())
     }
 
     fn quantize(&self, store: &mut Store, keys: &Tensor, values: &Tensor, write: SpanWrite<'_, Indices>) -> Result<()> {
-        self.check_submitted("packing", &[store])?;
+        self.check_all_submitted("packing", &[store])?;
         let plan = QuantizePlan::new(store.shape(), store.format(), &write)?;
         self.run("kvpack quantize", &plan.bind(&self.kernels, store, keys, values)?)
     }
@@ -396,7 +401,7 @@ impl Packing for Wgpu {
     }
 
     fn dequantize(&self, store: &Store, read: SpanRead<'_>) -> Result<(Tensor, Tensor)> {
-        self.check_submitted("decoding", &[store])?;
+        self.check_all_submitted("decoding", &[store])?;
         let plan = DequantizePlan::new(store.shape(), store.format(), &read)?;
         let keys = Tensor::zeroed(self.device(), plan.elements(), ElementType::F32)?;
         let values = Tensor::zeroed(self.device(), plan.elements(), ElementType::F32)?;
@@ -405,7 +410,7 @@ impl Packing for Wgpu {
     }
 
     fn dequantize_with(&self, store: &Store, read: SpanRead<'_>, rows: &mut Option<(Tensor, Tensor)>) -> Result<()> {
-        self.check_submitted("decoding", &[store])?;
+        self.check_all_submitted("decoding", &[store])?;
         let plan = DequantizePlan::new(store.shape(), store.format(), &read)?;
         let (needed, held) = (plan.elements(), rows.as_ref().map_or(0, |(keys, _)| keys.elements()));
         if held < needed {
@@ -481,7 +486,7 @@ impl Attention for Wgpu {
         centres: RowCentres<'_>,
         states: AttentionStates<Tensor>,
     ) -> Result<AttentionStates<Tensor>> {
-        self.check_submitted("log-sum-exps of original keys", &[store])?;
+        self.check_all_submitted("log-sum-exps of original keys", &[store])?;
         let launch = UncentreLsePlan::new(store.shape(), centres)?.bind(&self.kernels, store, queries, &states.lse)?;
         self.run("kvpack uncentre_lse", &[launch].into_iter().collect())?;
         guard::settled(self.device()).await?;

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use super::Wgpu;
-use crate::wgpu::device::encoded::{EncodedSteps, Encoders};
+use crate::wgpu::device::encoded::{EncodedSteps, Encoders, RecordedStep};
 use crate::wgpu::device::{Kernels, Launches, Store};
 use crate::{Error, Result};
 
@@ -14,6 +14,7 @@ use crate::{Error, Result};
 pub struct Recorded {
     launches: Launches,
     /// Counts them as not submitted, for the stores that they read and write.
+    step: RecordedStep,
     steps: Arc<EncodedSteps>,
 }
 
@@ -21,7 +22,7 @@ impl Recorded {
     /// Encodes all dispatches into a pass. Does not submit, wait or allocate.
     pub fn encode(self, pass: &mut wgpu::ComputePass<'_>) {
         self.launches.encode(pass);
-        self.steps.hold(self.steps.begin(), pass);
+        self.steps.hold(self.step.encoded(), pass);
     }
 
     /// Number of dispatches.
@@ -65,9 +66,13 @@ impl Wgpu {
     /// [`ModelCache::pack_parts`](crate::cache::ModelCache::pack_parts), and those of
     /// [`TokenSelection`](crate::backend::TokenSelection) that neither upload nor download.
     ///
-    /// Encode what was recorded behind the commands whose results it reads, and submit passes in the order in which they
-    /// were encoded. What it was recorded for has happened for the library as soon as it is recorded: whoever drops it
-    /// loses the contents of pages.
+    /// Encode what was recorded behind the commands whose results it reads, before the next step of the cache is
+    /// [written](super::ModelStep::write), and submit passes in the order in which they were encoded. What it was recorded
+    /// for has happened for the library as soon as it is recorded: whoever drops it loses the contents of pages. Until it
+    /// is submitted, calls that submit commands over the same pages return [`Error::NotSubmitted`].
+    ///
+    /// Record every call that changes a cache by itself. An error of a later call in the same closure would drop what an
+    /// earlier one recorded.
     ///
     /// ```no_run
     /// # use kvpack::cache::{ModelCache, ObservedParts};
@@ -103,11 +108,9 @@ impl Wgpu {
         let recorded = RECORDING.with_borrow_mut(Option::take);
         drop(end);
         let steps = EncodedSteps::new(self.kernels.submissions());
-        let Some(Recording { launches, encoders, .. }) = recorded else {
-            return Ok(Recorded { launches: Launches::default(), steps });
-        };
+        let (launches, encoders) = recorded.map(|of| (of.launches, of.encoders)).unwrap_or_default();
         encoders.iter().for_each(|encoders| encoders.add(&steps));
-        Ok(Recorded { launches: launches.into_iter().flatten().collect(), steps })
+        Ok(Recorded { launches: launches.into_iter().flatten().collect(), step: steps.record(), steps })
     }
 
     /// Whether the calls of this thread through this backend are recorded.

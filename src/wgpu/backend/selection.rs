@@ -83,7 +83,7 @@ impl TokenSelection for Wgpu {
 
     fn begin_word_reads(&self, words: &[&Words], stores: &[&Store]) -> Result<SpanReads> {
         self.check_not_recording("a download")?;
-        self.check_submitted("reading of counts", stores)?;
+        self.check_all_submitted("reading of counts", stores)?;
         let buffers: Vec<_> = words.iter().map(|words| (words.buffer(), words.len() as u64 * 4)).collect();
         SpanReads::begin_buffers(self.device(), &self.queue, &buffers)
     }

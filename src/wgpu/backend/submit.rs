@@ -26,7 +26,7 @@ impl Wgpu {
 
     /// Checks that an engine has submitted all steps that it encoded over stores, before commands go before them. What is
     /// recorded goes behind them.
-    pub(super) fn check_submitted(&self, what: &'static str, stores: &[&Store]) -> Result<()> {
+    pub(super) fn check_all_submitted(&self, what: &'static str, stores: &[&Store]) -> Result<()> {
         if self.records_over(stores) {
             return Ok(());
         }
@@ -55,7 +55,7 @@ impl Wgpu {
         tensors: AttendTensors<'_>,
     ) -> Result<()> {
         self.check_not_recording("attention")?;
-        self.check_submitted("attention", stores)?;
+        self.check_all_submitted("attention", stores)?;
         let scratch = self.scratch(step.scratch()).await?;
         let launches = step.bind(&self.kernels, stores, &scratch, tensors)?;
         // Scratch is shared: no other thread may write its own tables between this step's tables and its submission.
@@ -77,10 +77,10 @@ impl Wgpu {
         table: &WriteTable,
     ) -> Result<()> {
         self.check_not_recording("writes of a step")?;
-        self.check_submitted("writes of a step", stores)?;
+        self.check_all_submitted("writes of a step", stores)?;
         let memory = WriteMemory::new(self.device(), table.layout())?;
         let step = StoreStep::new(table.layout()).bind_for(&self.kernels, stores, &memory, input, table)?;
-        guard::captured_now(self.device(), Request::call("table of a step"), || memory.write(&self.queue, table))??;
+        memory.write(&self.queue, table)?;
         guard::encode_and_submit(self.device(), &self.queue, "kvpack write_step", |encoder| {
             let descriptor = wgpu::ComputePassDescriptor { label: Some("kvpack write_step"), timestamp_writes: None };
             step.encode(table, &mut encoder.begin_compute_pass(&descriptor))

@@ -178,11 +178,14 @@ impl ModelStep {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) or [`Error::Elements`](crate::Error::Elements) when the parts have other
     /// layers, or more tokens than the tensors; [`Error::Unsupported`](crate::Error::Unsupported) when the step is to
-    /// write log-sum-exps and keys are centred; [`Error::Limit`](crate::Error::Limit) when 256 steps are encoded of
+    /// write log-sum-exps and keys are centred; [`Error::NotSubmitted`](crate::Error::NotSubmitted) when what
+    /// [`Wgpu::record`] returned for the pages is not encoded; [`Error::Limit`](crate::Error::Limit) when 256 steps are encoded of
     /// which the device has finished none; [`Error::OutOfMemory`](crate::Error::OutOfMemory),
     /// [`Error::Limit`](crate::Error::Limit) or [`Error::DeviceLost`](crate::Error::DeviceLost) when binding again
     /// fails.
     pub fn write<'a>(&'a mut self, parts: &[OpenStep<'a, Store, NonFiniteFlags>]) -> Result<WrittenStep<'a>> {
+        let stores = parts.iter().flat_map(|part| part.stores.iter().flatten());
+        stores.into_iter().try_for_each(|store| store.encoders().check_encoded("tables of a step"))?;
         let layers = StepLayers::of(parts, self.tensors.layers().len())?;
         let by_part = layers.by_part(parts.len());
         let mut plans = Vec::with_capacity(parts.len());
@@ -190,7 +193,12 @@ impl ModelStep {
             let grows = self.grow(part, layers[0], (at, parts.len()))?;
             plans.push(if grows { None } else { Some(self.plan(part, layers, parts.len())?) });
         }
-        let (slot, regions) = self.provide(parts, &by_part, &mut plans)?;
+        let slots = self.tables.slots().len();
+        let provided = self.provide(parts, &by_part, &mut plans);
+        if provided.is_err() {
+            self.tables.keep_slots(slots);
+        }
+        let (slot, regions) = provided?;
         let mut bound_anew = false;
         for (at, ((part, layers), plan)) in parts.iter().zip(by_part.iter()).zip(plans).enumerate() {
             let Some(plan) = plan else { continue };

@@ -6,6 +6,7 @@ use crate::backend::{BoundClass, BoundPart, OpenStep, StepTensors, of_layer};
 use crate::plan::{AttendPlan, WriteLayout, WriteTable};
 use crate::wgpu::attend::{AttendStep, Scratch, StepOptions};
 use crate::wgpu::backend::Wgpu;
+use crate::wgpu::device::encoded::Encoders;
 use crate::wgpu::device::{Launches, Store, Tensor};
 use crate::wgpu::pack::{BoundStoreStep, NonFiniteFlags, StoreStep, WriteMemory, table_bytes};
 use crate::{Error, Result};
@@ -17,6 +18,8 @@ pub(super) struct PartClass {
     first: u64,
     attend_at: u64,
     stores: Vec<BoundStoreStep>,
+    /// Whose steps use the stores of a layer, by its place in the part.
+    encoders: Vec<Vec<Encoders>>,
     plan: AttendStep,
     attention: Vec<Launches>,
 }
@@ -73,6 +76,15 @@ impl PartClass {
         of_layer(&self.stores, place)
     }
 
+    /// Checks that all steps over a layer are submitted, but for so many of the engine's own.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] when there is no such layer, [`Error::NotSubmitted`].
+    pub(super) fn check_others_submitted(&self, place: usize, device: &wgpu::Device, own: usize) -> Result<()> {
+        let mut stores = of_layer(&self.encoders, place)?.iter();
+        stores.try_for_each(|store| store.check_others_submitted(device, "step of a layer", own))
+    }
+
     /// The launches that attend in a layer, by its place in the part.
     ///
     /// # Errors
@@ -110,7 +122,7 @@ impl PartMemory<'_> {
                 let steps = self.tables.slots().steps();
                 part.stores.iter().flatten().for_each(|store| store.encoders().add(steps));
                 part.flags.encoders().add(steps);
-                let memory = WriteMemory::within(layout, (tables, first), shared.rotated.as_ref());
+                let memory = WriteMemory::within((backend.device(), layout), (tables, first), shared.rotated.as_ref());
                 let pack = StoreStep::new(layout);
                 let of_layer = |((&number, &layer), stores): ((&usize, &usize), &Vec<&Store>)| {
                     let input = tensors.stored(layer, part.flags, number);
@@ -126,6 +138,8 @@ impl PartMemory<'_> {
             plan.bind_with_room(backend.kernels(), stores, (&scratch, first + attend_at), tensors.attended(layer))
         };
         let attention = layers.iter().zip(&part.stores).map(of_layer).collect::<Result<_>>()?;
-        Ok(PartClass { first, attend_at, stores, plan, attention })
+        let encoders_of = |stores: &Vec<&Store>| stores.iter().map(|store| store.encoders().clone()).collect();
+        let encoders = part.stores.iter().map(encoders_of).collect();
+        Ok(PartClass { first, attend_at, stores, encoders, plan, attention })
     }
 }

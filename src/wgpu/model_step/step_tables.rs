@@ -61,6 +61,11 @@ impl StepTables {
         Ok(first_new)
     }
 
+    /// Takes back slots that the buffer got no room for, so that the next step asks for less.
+    pub(super) fn keep_slots(&mut self, slots: usize) {
+        self.slots.truncate(slots);
+    }
+
     /// Whether the buffer has room for steps of this number of parts, each with a region of this size.
     pub(super) fn have_room(&self, parts: usize, region_bytes: u64) -> bool {
         let slots = self.slots.len() as u64;
@@ -84,7 +89,8 @@ impl StepTables {
         let slot_bytes = Sizing::Classes { parts: 1 }.bytes(regions).next_multiple_of(alignment).max(self.slot_bytes);
         let needed = slot_bytes.saturating_mul(self.slots.len() as u64);
         if needed > limits.binding_bytes {
-            let (what, hint) = ("tables of steps in bytes".into(), "attend to fewer sequences per step");
+            let hint = "attend to fewer sequences per step, or submit steps and poll the device before you encode more";
+            let what = "tables of steps in bytes".into();
             return Err(Error::Limit { what, needed, allowed: limits.binding_bytes, hint });
         }
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;

@@ -50,16 +50,9 @@ impl TableSlots {
         &self.steps
     }
 
-    /// Checks that all steps but that of a slot are submitted.
-    ///
-    /// # Errors
-    /// [`Error::NotSubmitted`].
-    pub(super) fn check_others_submitted(&self, slot: usize, device: &wgpu::Device, what: &'static str) -> Result<()> {
-        let own = self.slots[slot].step();
-        match self.steps.count(device).saturating_sub(usize::from(own.is_some())) {
-            0 => Ok(()),
-            steps => Err(Error::NotSubmitted { what, steps }),
-        }
+    /// Whether commands that read a slot are not submitted.
+    pub(super) fn is_encoded(&self, slot: usize) -> bool {
+        self.slots[slot].step().is_some()
     }
 
     pub(super) fn len(&self) -> usize {
@@ -87,6 +80,11 @@ impl TableSlots {
         }
         self.slots.resize_with(needed, Arc::default);
         Ok(())
+    }
+
+    /// As many slots as there were before they grew.
+    pub(super) fn truncate(&mut self, slots: usize) {
+        self.slots.truncate(slots);
     }
 
     /// Keeps a slot from being written until the commands of a pass are finished or dropped.

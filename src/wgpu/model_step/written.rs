@@ -74,12 +74,14 @@ impl WrittenStep<'_> {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) when there is no such layer, [`Error::Elements`](crate::Error::Elements) or
     /// [`Error::Buffer`](crate::Error::Buffer) when the tensors have fewer rows than the step, or cannot be
-    /// [copied](crate::wgpu::Tensor::encode_copy); [`Error::NotSubmitted`](crate::Error::NotSubmitted) when an earlier
-    /// step is encoded and not submitted; [`Error::DeviceLost`](crate::Error::DeviceLost).
+    /// [copied](crate::wgpu::Tensor::encode_copy); [`Error::NotSubmitted`](crate::Error::NotSubmitted) when another
+    /// step over the layer is encoded and not submitted; [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn submit(&self, layer: usize, given: &LayerTensors) -> Result<()> {
         let ModelStep { backend, tensors, tables, .. } = self.steps;
-        tables.slots().check_others_submitted(self.slot, backend.device(), "step of a layer")?;
-        let (plan, own) = (self.parts.of_layer(layer)?.0.class().plan(), of_layer(tensors.layers(), layer)?);
+        let (part, place) = self.parts.of_layer(layer)?;
+        let own_steps = usize::from(tables.slots().is_encoded(self.slot));
+        part.class().check_others_submitted(place, backend.device(), own_steps)?;
+        let (plan, own) = (part.class().plan(), of_layer(tensors.layers(), layer)?);
         let (shape, rows) = (plan.work().shape(), RowLayout { tokens: plan.work().rows().len(), ..*tensors.rows() });
         rows.check("keys", given.keys.elements(), shape)?;
         rows.check("values", given.values.elements(), shape)?;
@@ -90,6 +92,8 @@ impl WrittenStep<'_> {
             if is_dense { shape.query_heads() * shape.head_dim() * rows.tokens } else { given.output.elements() };
         let [output, to] = [&own.output, &given.output].map(|of| of.slice(0, elements));
         let (output, to) = (output?, to?);
+        // Once the writes of the layer are encoded, nothing may fail but the device.
+        output.check_copy(&to)?;
         let encode = |encoder: &mut wgpu::CommandEncoder| {
             given.keys.encode_copy(&own.keys, encoder)?;
             given.values.encode_copy(&own.values, encoder)?;

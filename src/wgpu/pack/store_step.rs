@@ -112,6 +112,7 @@ impl StoreStep {
         let bound = self.bind_some(kernels, stores, memory, input, |_| true)?;
         let steps = EncodedSteps::new(kernels.submissions());
         stores.iter().for_each(|store| store.encoders().add(&steps));
+        memory.encoders().add(&steps);
         input.iter().for_each(|input| input.flags.encoders().add(&steps));
         Ok(BoundStoreStep { steps: Some(steps), ..bound })
     }
@@ -180,8 +181,7 @@ pub struct BoundStoreStep {
 
 impl BoundStoreStep {
     /// Encodes the dispatches of a step into an open pass, and none for sections that its table leaves empty. Does not
-    /// submit, wait, map or allocate. [`WriteMemory::write`] must have written the same table to the device by the time
-    /// the pass is submitted, and no other table after it.
+    /// submit, wait, map or allocate. [`WriteMemory::write`] must have written the same table to the device before.
     ///
     /// # Errors
     /// [`Error::Plan`] when the table belongs to another layout.

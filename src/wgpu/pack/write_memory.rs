@@ -5,6 +5,8 @@ use std::sync::Arc;
 use super::window_packing;
 use crate::format::KeyOrValue;
 use crate::plan::{WriteLayout, WriteTable};
+use crate::wgpu::device::encoded::Encoders;
+use crate::wgpu::device::guard::{self, Request};
 use crate::wgpu::device::{KernelLimits, buffers};
 use crate::{Error, Result};
 
@@ -13,11 +15,14 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct WriteMemory {
     layout: Arc<WriteLayout>,
+    device: wgpu::Device,
     table: wgpu::Buffer,
     /// Where the table of the first slot begins, in bytes.
     first: u64,
     /// Rotated rows of as many windows as a step may pack, `[window][token][kv_head][channel]`.
     rotated: Option<wgpu::Buffer>,
+    /// Whose steps read the table.
+    encoders: Encoders,
 }
 
 impl WriteMemory {
@@ -30,28 +35,39 @@ impl WriteMemory {
         check_bytes(device, "the tables of steps in bytes", bytes)?;
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
         let table = buffers::create_now(device, "tables of steps", bytes, usage)?;
-        Ok(Self { layout: layout.clone(), table, first: 0, rotated: rotated_now(device, rotated_bytes(layout))? })
+        let rotated = rotated_now(device, rotated_bytes(layout))?;
+        let (layout, device, encoders) = (layout.clone(), device.clone(), Encoders::default());
+        Ok(Self { layout, device, table, first: 0, rotated, encoders })
     }
 
     /// The same where tables lie in a buffer from byte `first` on, and other layouts use the same memory for rotated
     /// windows.
     pub(in crate::wgpu) fn within(
-        layout: &Arc<WriteLayout>,
+        (device, layout): (&wgpu::Device, &Arc<WriteLayout>),
         (table, first): (&wgpu::Buffer, u64),
         rotated: Option<&wgpu::Buffer>,
     ) -> Self {
-        Self { layout: layout.clone(), table: table.clone(), first, rotated: rotated.cloned() }
+        let (layout, device, encoders) = (layout.clone(), device.clone(), Encoders::default());
+        Self { layout, device, table: table.clone(), first, rotated: rotated.cloned(), encoders }
     }
 
-    /// Writes a table to the device, before the next submission: once per step, whatever the number of layers. It
-    /// replaces the table of the step before, whose commands must have been submitted by then.
+    /// Writes a table to the device, before the next submission: once per step, whatever the number of layers, and
+    /// before the step is encoded. It replaces the table of the step before.
     ///
     /// # Errors
-    /// [`Error::Plan`] when the table belongs to another layout.
+    /// [`Error::Plan`] when the table belongs to another layout, [`Error::NotSubmitted`] when a step that reads the
+    /// table before it is encoded and not submitted, [`Error::DeviceLost`].
     pub fn write(&self, queue: &wgpu::Queue, table: &WriteTable) -> Result<()> {
         table.check_layout(&self.layout)?;
-        queue.write_buffer(&self.table, self.first, bytemuck::cast_slice(table.words()));
-        Ok(())
+        self.encoders.check_submitted(&self.device, "table of a step")?;
+        guard::captured_now(&self.device, Request::call("table of a step"), || {
+            queue.write_buffer(&self.table, self.first, bytemuck::cast_slice(table.words()));
+        })
+    }
+
+    /// Notes that these steps read the table.
+    pub(super) const fn encoders(&self) -> &Encoders {
+        &self.encoders
     }
 
     /// The layout.
