@@ -236,7 +236,8 @@ no_validation_messages() {
 # ones. A workspace build unifies features, which hides what one of them lacks. The last set is kvpack together with a
 # crate that makes cudarc link CUDA's libraries instead of loading them, as candle's feature `cuda` does, and NCCL, which
 # kvpack loads itself. Checking links nothing, so it needs no toolkit. The stage clippy checks all features together.
-# The default one is what a contributor tests first: its unit tests are checked, too.
+# The default one is what a contributor tests first: its unit tests are checked, too. The command without CUDA and the
+# Python module with it are built by nothing else here.
 every_feature_set() {
     local features weights targets
     for features in "" wgpu cuda nccl,cudarc/dynamic-linking; do
@@ -246,6 +247,11 @@ every_feature_set() {
         cargo clippy --locked --package kvpack "${weights[@]}" "${targets[@]}" --no-default-features \
             --features "$features" -- -D warnings || return
     done
+    echo "the command without CUDA"
+    cargo clippy --locked --package kvpack-cli --no-default-features -- -D warnings || return
+    echo "the Python module with CUDA"
+    cargo clippy --locked --manifest-path python/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}" \
+        --no-default-features --features cuda -- -D warnings
 }
 
 # A test (cli/tests/cli/rust_version.rs) compares the rust-version of every crate in Cargo.lock with ours. If a compiler
