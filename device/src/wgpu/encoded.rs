@@ -161,7 +161,7 @@ impl Encoders {
         self.check_others_submitted(device, what, 0)
     }
 
-    /// The same but for so many steps, which the commands belong to.
+    /// The same but for this many steps, which the commands belong to.
     ///
     /// # Errors
     /// [`Error::NotSubmitted`].

@@ -76,7 +76,7 @@ impl PartClass {
         of_layer(&self.stores, place)
     }
 
-    /// Checks that all steps over a layer are submitted, but for so many of the engine's own.
+    /// Checks that all steps over a layer are submitted, but for this many of the engine's own.
     ///
     /// # Errors
     /// [`Error::Plan`] when there is no such layer, [`Error::NotSubmitted`].
