@@ -162,3 +162,29 @@ fn what_launches_refuse() {
     }
     cache.abandon();
 }
+
+/// Steps of other rows have launches of their own, although their sizes belong to one class, and each asks for its rows.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn launches_ask_for_the_rows_of_their_step() {
+    let backend = Cuda::open(0, KernelCache::of_user()).unwrap();
+    let (mut cache, mut steps) = (model_steps::cache(&backend, &model_steps::recipe("f16")), steps(&backend));
+    let (of, stream) = ([BATCH, BATCH + 1].map(|rows| zeroed(&backend, rows)), backend.stream());
+    let mut classes = Vec::new();
+    for rows in [BATCH, BATCH + 1, BATCH, BATCH + 1] {
+        let runs: Vec<TokenRun> = (0..rows).map(TokenRun::decode).collect();
+        begin(&mut cache, &runs);
+        let open = cache.open_steps().unwrap();
+        let written = steps.write(&open).unwrap();
+        let found = written.launches().unwrap();
+        classes.push(written.class());
+        written.replayed();
+        drop(open);
+        let short = found.store_and_attend(stream, 0, &of[0]);
+        assert_eq!(short.is_ok(), rows == BATCH, "{rows} rows: {short:?}");
+        (0..LAYERS).for_each(|layer| found.store_and_attend(stream, layer, &of[rows - BATCH]).unwrap());
+        cache.commit().unwrap();
+    }
+    assert_eq!([classes[0], classes[1]], [classes[2], classes[3]]);
+    assert_ne!(classes[0], classes[1]);
+}
