@@ -171,7 +171,7 @@ fn launches_ask_for_the_rows_of_their_step() {
     let (mut cache, mut steps) = (model_steps::cache(&backend, &model_steps::recipe("f16")), steps(&backend));
     let (of, stream) = ([BATCH, BATCH + 1].map(|rows| zeroed(&backend, rows)), backend.stream());
     let mut classes = Vec::new();
-    for rows in [BATCH, BATCH + 1, BATCH, BATCH + 1] {
+    for rows in [BATCH, BATCH + 1].repeat(3) {
         let runs: Vec<TokenRun> = (0..rows).map(TokenRun::decode).collect();
         begin(&mut cache, &runs);
         let open = cache.open_steps().unwrap();
@@ -185,6 +185,7 @@ fn launches_ask_for_the_rows_of_their_step() {
         (0..LAYERS).for_each(|layer| found.store_and_attend(stream, layer, &of[rows - BATCH]).unwrap());
         cache.commit().unwrap();
     }
-    assert_eq!([classes[0], classes[1]], [classes[2], classes[3]]);
-    assert_ne!(classes[0], classes[1]);
+    // The first steps find empty sequences.
+    assert_eq!(classes[2..4], classes[4..]);
+    assert_ne!(classes[2], classes[3]);
 }
