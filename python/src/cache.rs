@@ -115,7 +115,20 @@ impl<B: Host> State<B> {
 
     /// The open step, whose layers are launched from now on by calls of the cache.
     fn check_step(&mut self, number: u64) -> Result<()> {
-        let open = self.open_step(number)?;
+        self.open_step(number)?;
+        self.mark_launched()
+    }
+
+    fn commit(&mut self, number: u64) -> Result<()> {
+        self.check_step(number)?;
+        self.cache.commit()?;
+        self.open = None;
+        Ok(())
+    }
+
+    /// Tells the cache which layers of the open step were launched without it.
+    fn mark_launched(&mut self) -> Result<()> {
+        let Some(open) = &self.open else { return Ok(()) };
         if open.stored.contains(&true) {
             for part in self.cache.open_steps()? {
                 part.layers.iter().filter(|&&layer| open.stored[layer]).for_each(|&layer| part.stored.mark(layer));
@@ -362,10 +375,14 @@ impl<B: Host> Shared<B> {
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (py, pair, view) = (keys.py(), self.pair(keys, values)?, self.queries(queries)?);
+        if pair[0].shape[0] != view.shape[0] {
+            let reason = format!("they have {} rows; the keys have {}", view.shape[0], pair[0].shape[0]);
+            return Err(wrong_tensor("queries", reason));
+        }
         let (out, to) = view.output(queries, out, self.host.stream_handle())?;
         self.host.check_output(&to, &view, &pair)?;
         let both = LayerRows::Both { keys: &pair[0], values: &pair[1], queries: &view, out: &to };
-        if pair[0].shape[0] != view.shape[0] || !self.launch(py, step, layer, &both)? {
+        if !self.launch(py, step, layer, &both)? {
             self.store_views(py, step, layer, &pair)?;
             self.attend_views(py, step, layer, &view, &to)?;
         }
@@ -397,12 +414,12 @@ impl<B: Host> Shared<B> {
     }
 
     pub fn commit(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        self.look(py, |state| {
-            state.check_step(step)?;
-            state.cache.commit()?;
-            state.open = None;
-            Ok(())
-        })
+        self.look(py, |state| state.commit(step))
+    }
+
+    /// Makes the tokens of a step part of the cache, unless it is over.
+    pub fn commit_if_open(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.look(py, |state| if state.open_step(step).is_ok() { state.commit(step) } else { Ok(()) })
     }
 
     /// Rolls the open step back; `None`: whichever it is.
@@ -419,6 +436,7 @@ impl<B: Host> Shared<B> {
     /// The spans that a sequence holds in a layer: keys and values `[kv_heads, tokens, head_dim]`.
     pub fn dequantize(&self, py: Python<'_>, layer: usize, sequence: usize) -> PyResult<Vec<HeldSpan>> {
         self.call(py, |state| {
+            state.mark_launched()?;
             let spans = state.cache.dequantize(layer, sequence)?;
             let positions = block_on(state.cache.positions(layer, sequence))?;
             let held = spans.into_iter().zip(positions).map(|(span, positions)| {

@@ -208,7 +208,8 @@ impl Cache {
     }
 
     /// What a layer holds of a sequence, span by span: dicts of ``format``, ``tokens``, ``positions``, ``keys`` and
-    /// ``values`` ``[kv_heads, tokens, head_dim]`` in float32.
+    /// ``values`` ``[kv_heads, tokens, head_dim]`` in float32. ``positions`` are one for each token, or those of every KV
+    /// head in turn where heads chose tokens of their own.
     fn dequantize<'py>(&self, py: Python<'py>, layer: usize, sequence: usize) -> PyResult<Bound<'py, PyList>> {
         let (shape, spans) = on_backend!(&self.held, shared => (shared.shape, shared.dequantize(py, layer, sequence)?));
         let spans = spans.into_iter().map(|span| span_dict(py, span, &shape)).collect::<PyResult<Vec<_>>>()?;

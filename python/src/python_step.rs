@@ -104,7 +104,12 @@ impl Step {
         _error: Option<Bound<'_, PyAny>>,
         _trace: Option<Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
-        if kind.is_some() { self.abandon(py) } else { self.commit(py).inspect_err(|_| _ = self.abandon(py)) }?;
+        if kind.is_some() {
+            self.abandon(py)?;
+            return Ok(false);
+        }
+        let ended = on_backend!(&self.cache.get().held, shared => shared.commit_if_open(py, self.opened.number));
+        ended.inspect_err(|_| _ = self.abandon(py))?;
         Ok(false)
     }
 }

@@ -196,6 +196,15 @@ def test_steps_end_once():
         with pytest.raises(kvpack.Error, match="committed or abandoned"):
             call()
     assert cache.length(0) == 5
+    # A step may end before its block does.
+    with cache.begin([0]) as step:
+        for layer in range(LAYERS):
+            step.store(layer, normal(0, 1, 2, 64), normal(0, 1, 2, 64))
+        step.commit()
+    assert cache.length(0) == 6
+    with cache.begin([0]) as step:
+        step.abandon()
+    cache.truncate(0, 5)
     # An exception inside a step rolls it back.
     with pytest.raises(ZeroDivisionError), cache.begin([0]) as step:
         step.store(0, normal(0, 1, 2, 64), normal(0, 1, 2, 64))
@@ -207,6 +216,21 @@ def test_steps_end_once():
     with pytest.raises(kvpack.Error, match="a step is open"):
         cache.clear(0)
     later.abandon()
+
+
+def test_tokens_that_are_not_stored_are_not_read():
+    cache = new("f16")
+    fill(cache, [(1, 100)])
+    cache.clear(1)
+    with cache.begin([(0, 3)]) as step:
+        rows = normal(0, 3, KV_HEADS, CHANNELS)
+        step.store(0, rows, rows)
+        assert cache.dequantize(0, 0)[0]["tokens"] == 3 and cache.dequantize(1, 1) == []
+        with pytest.raises(kvpack.Error, match="layer 1 has not stored"):
+            cache.dequantize(1, 0)
+        for layer in range(1, LAYERS):
+            step.store(layer, rows, rows)
+        np.testing.assert_array_equal(cache.dequantize(1, 0)[0]["keys"][0], rows[:, 0].astype(np.float16))
 
 
 def test_a_step_that_attends_stores_nothing():
@@ -375,9 +399,12 @@ def test_a_layer_in_one_call_is_as_in_two():
     with one.begin([0]) as step:
         with pytest.raises(kvpack.TensorError, match="the keys have 1"):
             step.store_attend(0, k, v[:0], q)
-        with pytest.raises(kvpack.Error, match="queries"):
+        with pytest.raises(kvpack.TensorError, match="queries: they have 2 rows; the keys have 1"):
             step.store_attend(0, k, v, normal(0, 2, HEADS, CHANNELS))
-        step.store(1, k, v)
+        with pytest.raises(kvpack.Error, match="layer 0 has not stored"):
+            step.commit()
+        for layer in range(LAYERS):
+            step.store(layer, k, v)
 
 
 def test_room_is_allocated_and_given_back():
@@ -404,8 +431,13 @@ def test_scores_choose_tokens():
     cache = new(layers=1)
     cache.keep(0, layers, kvpack.select(scores, 3))
     np.testing.assert_array_equal(held(cache, 0, 0)[0][0], layers[0][0][[0, 2, 3], 0].astype(np.float16))
+    assert kvpack.select(scores, 1.0) == kvpack.select(scores, 4) == [[[0, 1, 2, 3]] * 2]
+    stay = np.where(np.arange(100) % 2 == 0, np.inf, 0.0).reshape(1, 1, 100)
+    assert kvpack.select(stay, 0.5) == [[list(range(0, 100, 2))]]
+    with pytest.raises(ValueError, match="49 tokens; a head has 50"):
+        kvpack.select(stay, 49)
     for wrong, keep in ((scores[0], 1), (scores[:, :, :0], 1), (scores * np.nan, 1), (scores, 5), (scores, 0),
-                        (scores, 1.5)):
+                        (scores, 1.5), (scores, True), (scores, 0.0)):
         with pytest.raises((kvpack.TensorError, ValueError)):
             kvpack.select(wrong, keep)
 

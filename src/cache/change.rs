@@ -79,6 +79,11 @@ impl<I> Change<I> {
         *taken_centre = None;
     }
 
+    /// Whether the change is one of this sequence, too.
+    pub(super) fn touches(&self, sequence: usize) -> bool {
+        self.grown.contains(&sequence) || self.undo.iter().any(|undo| undo.sequence == sequence)
+    }
+
     /// Length of a sequence before the change; 0 if the change does not touch it.
     pub(super) fn length_before(&self, sequence: usize) -> usize {
         self.undo.iter().find(|undo| undo.sequence == sequence).map_or(0, |undo| undo.length)

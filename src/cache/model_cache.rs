@@ -261,6 +261,22 @@ impl<B: Backend> ModelCache<B> {
         Ok(group.stores(index))
     }
 
+    /// Checks that a layer has stored what the open step appends to a sequence. The page tables count these tokens since
+    /// the step is open, and their pages hold what lay there before.
+    pub(super) fn check_holds(&self, layer: usize, sequence: usize) -> Result<()> {
+        let lacks = |step: &Step<B::Indices>| {
+            !step.stored.has(layer) && step.changes.iter().any(|change| change.touches(sequence))
+        };
+        if !self.step.as_ref().is_some_and(lacks) {
+            return Ok(());
+        }
+        let reason = format!(
+            "layer {layer} has not stored the tokens of the open step of sequence {sequence}; store them first, or \
+             abandon the step"
+        );
+        Err(Error::Plan { what: "contents of a sequence", reason })
+    }
+
     /// The stores of all layers.
     pub(super) fn all_stores(&self) -> Vec<&B::Store> {
         self.groups.iter().flat_map(|group| (0..group.layers()).flat_map(|place| group.stores(place))).collect()

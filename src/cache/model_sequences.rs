@@ -117,9 +117,11 @@ impl<B: Backend> ModelCache<B> {
     /// [`KvCache::dequantize`](super::KvCache::dequantize).
     ///
     /// # Errors
-    /// [`Error::Plan`] when there is no such layer; as [`KvCache::dequantize`](super::KvCache::dequantize).
+    /// [`Error::Plan`] when there is no such layer, or it has not stored the tokens that the open step appends to the
+    /// sequence; as [`KvCache::dequantize`](super::KvCache::dequantize).
     pub fn dequantize(&self, layer: usize, sequence: usize) -> Result<Vec<StoredSpan<B::Tensor>>> {
         let (group, index) = self.group(layer)?;
+        self.check_holds(layer, sequence)?;
         group.dequantize(index, sequence)
     }
 
