@@ -1,8 +1,11 @@
 """Decoding steps of models of transformers in CUDA graphs: see ``kvpack.hf.use_graphs``."""
 
 import contextlib
+import copy
 import functools
 import sys
+import types
+import weakref
 
 import torch
 
@@ -11,6 +14,7 @@ from ._kvpack import Error
 CACHES = ("past_key_values", "cache")  # versions of transformers differ
 _ROTATION = "apply_rotary_pos_emb"  # of the file of a model
 _COPIED = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
+_MOST_GRAPHS = 8  # of a cache: those of sizes that it has outgrown do not come back
 
 
 class Graphs:
@@ -30,21 +34,27 @@ class Graphs:
         self.refused = None
         """Why the model runs without graphs, if it cannot be captured."""
 
-        @functools.wraps(self.forward)
-        def forward(*args, **kwargs):
-            return self.run(args, kwargs)
+        functools.update_wrapper(self, self.forward)  # for those who look at its arguments
+        decoder.forward = self
 
-        decoder.forward = forward
+    def __deepcopy__(self, memo):
+        """Those of a copy of the model, which run its own layers."""
+        new = memo[id(self)] = copy.copy(self)
+        new.decoder, new.forward, new.compiled = (copy.deepcopy(of, memo)
+                                                  for of in (self.decoder, self.forward, self.compiled))
+        new.streams = {}
+        functools.update_wrapper(new, new.forward)
+        return new
 
     def remove(self):
         del self.decoder.forward
 
-    def run(self, args, kwargs):
+    def __call__(self, *args, **kwargs):
         held, tensors = self.parts(args, kwargs)
         step = None if held is None else self.begin(held, tensors, kwargs)
         kept = None if step is None else self.kept(held, step, tensors, kwargs)
         if kept is None:
-            return self.forward(*args, **kwargs) if step is None else self.before_graph(args, kwargs)
+            return self.forward(*args, **kwargs) if step is None else self.before_graph(held, args, kwargs)
         try:
             for name, to in kept.inputs.items():
                 to.copy_(tensors[name])
@@ -59,15 +69,17 @@ class Graphs:
         cache = next(kwargs[name] for name in CACHES if kwargs.get(name) is not None)
         return kept.kind(last_hidden_state=kept.hidden.clone(), **dict.fromkeys(kept.caches, cache))
 
-    def before_graph(self, args, kwargs):
+    def before_graph(self, held, args, kwargs):
         """The step before one that is captured. What it needs is compiled here, which no capture allows."""
         if self.compiled is None or self.refused is not None:
             return self.forward(*args, **kwargs)
+        before = held.seen
         try:
             with self.compiled.used():
                 return self.forward(*args, **kwargs)
-        except Exception as failed:  # of the compiler; what the step stored is rolled back by the next one
+        except Exception as failed:  # of the compiler; a step that is open is rolled back by the next one
             self.refused = f"{type(failed).__name__}: {failed}"
+            held.crop(before - held.seen)  # what comes behind the last attention may fail as well
             return self.forward(*args, **kwargs)
 
     def parts(self, args, kwargs):
@@ -88,6 +100,9 @@ class Graphs:
 
     def begin(self, held, tensors, kwargs):
         """The step of the call, if a graph may hold it."""
+        if not held.is_of(self.plan()):
+            return None
+        self.own(held)
         held.abandon()
         if held.new_tokens(kwargs.get("attention_mask"), held.batch(), 1) != [1] * held.batch():
             return None
@@ -101,16 +116,34 @@ class Graphs:
         held.key = (number, shapes)
         return step
 
+    def plan(self):
+        """How the layers attend."""
+        return next(module._kvpack_plan for module in self.decoder.modules() if hasattr(module, "_kvpack_plan"))
+
+    def own(self, held):
+        """Drops the graphs of another model, or of parameters that lie elsewhere now. All of them are looked at once
+        for a prompt, and the first with every step."""
+        first = next((of.data_ptr() for of in self.decoder.parameters()), None)
+        owner = held.owner and held.owner() is self and held.weights[:1] == [first]
+        if owner and held.looked:
+            return
+        weights = [of.data_ptr() for of in self.decoder.parameters()]
+        if not owner or weights != held.weights:
+            held.drop_graphs()
+        held.owner, held.weights, held.looked = weakref.ref(self), weights, True
+
     def kept(self, held, step, tensors, kwargs):
         """The graph of the step, captured if need be; None where the step runs without."""
         key = held.key
         if key in held.graphs and key[0] not in held.stale:
-            return held.graphs[key]
+            kept = held.graphs[key] = held.graphs.pop(key)  # the newest of all
+            return kept
         if key not in held.known:
             held.known.add(key)
             step.abandon()
             return None
-        kept = Kept(step, {name: of.clone() for name, of in tensors.items()})
+        with torch.inference_mode(False):  # whose tensors only such a mode may write again
+            kept = Kept(step, {name: of.clone() for name, of in tensors.items()})
         given = {**kwargs, **kept.inputs, "attention_mask": None}
 
         def layers():
@@ -130,6 +163,9 @@ class Graphs:
             del held.graphs[other]  # of memory that is bound no longer
         held.stale.discard(key[0])
         held.graphs[key] = kept
+        for oldest in list(held.graphs)[:-_MOST_GRAPHS]:  # a capture has waited for what they did
+            del held.graphs[oldest]
+            held.known.discard(oldest)
         return kept
 
     # What a test without a card does otherwise.
@@ -176,6 +212,14 @@ class Compiled:
         self.replaced = [(part, "forward", functools.partial(functions[type(part)], part)) for part in parts]
         self.replaced += [(home, _ROTATION, compiler(getattr(home, _ROTATION))) for home in homes
                           if hasattr(home, _ROTATION)]
+
+    def __deepcopy__(self, memo):
+        """The same functions, for the parts of a copy of the decoder."""
+        new = memo[id(self)] = copy.copy(self)
+        new.replaced = [(of, name, function) if isinstance(of, types.ModuleType)
+                        else (copy.deepcopy(of, memo), name, copy.deepcopy(function, memo))
+                        for of, name, function in self.replaced]
+        return new
 
     @contextlib.contextmanager
     def used(self):

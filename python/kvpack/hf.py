@@ -46,6 +46,11 @@ class _Plan:
             text = f"layer {layer} attends with (scale, window, cap, sinks) {given}"
             raise kvpack.Error(f"{text}; its model says {known}")
 
+    def identity(self):
+        """What tells whether a cache was made for layers that attend like these. It asks the device nothing."""
+        sinks = [None if sinks is None else (sinks.data_ptr(), sinks._version) for sinks in self.sinks]
+        return self.scale, self.soft_cap, self.windows, sinks
+
     def options(self):
         sinks = [None if sinks is None else sinks.detach().float().tolist() for sinks in self.sinks]
         return {"layers": len(self.windows), "scale": self.scale, "soft_cap": self.soft_cap,
@@ -64,10 +69,13 @@ class _Held:
         self.step = None
         self.tokens = 0
         self.new = []
-        self.mask_shape = None
+        self.masks = []
+        self.attention = None
         # Graphs of decoding steps, by the step's number and the shapes of the call: see ``_graphs``.
         self.graphs, self.known, self.stale, self.key = {}, set(), set(), None
         self.captured = False
+        # Whose they are, where its parameters lie, and whether that was asked since the last prompt.
+        self.owner, self.weights, self.looked = None, [], False
 
     def batch(self):
         return len(self.slots)
@@ -79,6 +87,9 @@ class _Held:
     def close(self):
         self.step, self.captured = None, False
 
+    def drop_graphs(self):
+        self.graphs, self.known, self.stale, self.key = {}, set(), set(), None
+
     def note(self, number, bound_anew):
         """Graphs of this number are of no use after a step whose memory was bound again."""
         if number is not None and bound_anew:
@@ -88,17 +99,30 @@ class _Held:
         self.abandon()
         batch, heads, tokens, channels = query.shape
         new = self.new_tokens(mask, batch, tokens)
+        if not self.is_of(plan):
+            self.cache = None
+            self.drop_graphs()
         if self.cache is None:
+            self.attention = plan.identity()
             self.cache = kvpack.Cache(
                 query_heads=heads, kv_heads=keys.shape[1], head_dim=channels, sequences=batch, recipe=self.recipe,
                 **_device_of(device or query.device), **plan.options(),
             )
             self.slots = list(range(batch))
-        self.tokens, self.new, self.mask_shape = tokens, new, _shape_of(mask)
+        self.tokens, self.new, self.masks = tokens, new, [mask]
+        self.looked &= tokens == 1
         runs = [slot if tokens == 1 else (slot, count) for slot, count in zip(self.slots, self.new) if count > 0]
         self.step = self.cache.begin(runs) if runs else None
         if self.step is not None:
             self.note(self.step.graph, self.step.bound_anew)
+
+    def is_of(self, plan):
+        """Whether the cache was made for layers that attend as the plan says. One that holds tokens has to be."""
+        if self.cache is None or self.attention == plan.identity():
+            return True
+        if any(self.cache.length(slot) for slot in self.slots):
+            raise kvpack.Error("the cache holds tokens of a model that attends otherwise; pass another cache")
+        return False
 
     def new_tokens(self, mask, batch, tokens):
         """How many of the newest ``tokens`` of each row are no padding. A mask that hides a stored token is refused:
@@ -140,16 +164,26 @@ class _Held:
             self.begin(plan, keys, query, mask)
         elif self.tokens != query.shape[2] or len(self.slots) != query.shape[0]:
             raise kvpack.Error(f"layer {layer} follows no layer 0 of the same forward pass")
-        elif _shape_of(mask) != self.mask_shape:
+        elif not self.is_mask(mask):
             raise kvpack.Error(f"layer {layer} has another mask than layer 0; kvpack.hf takes one for all layers")
         outputs = self.of_layer(layer, _no_gradient(keys), _no_gradient(values), _no_gradient(query))
         if layer + 1 == len(plan.windows):
             if self.step is not None:
                 self.step.commit()
-            self.step, self.seen = None, self.seen + self.tokens
+            self.step, self.seen, self.masks = None, self.seen + self.tokens, []
             if self.tokens > 1:
                 self.cache.trim()  # of the f16 form of a prompt, which lived as long as its step
         return _without_backward(outputs, query, keys, values, plan.sinks[layer])
+
+    def is_mask(self, mask):
+        """Whether a mask is that of layer 0. Models copy it for each kind of their layers."""
+        first = self.masks[0]
+        if any(mask is known for known in self.masks):
+            return True
+        if first is None or mask is None or mask.shape != first.shape or not torch.equal(mask.bool(), first.bool()):
+            return False
+        self.masks.append(mask)
+        return True
 
     def of_layer(self, layer, keys, values, query):
         batch, heads, tokens, channels = query.shape
@@ -182,6 +216,10 @@ class _Held:
         self.seen = 0
 
     def reorder(self, rows):
+        if len(rows) != len(self.slots):
+            given = f"{len(rows)} were given for {len(self.slots)}"
+            raise kvpack.Error(f"a packed cache keeps the rows of its batch: {given}")
+        self.abandon()
         sources = [self.slots[row] for row in rows]
         free = [slot for slot in self.slots if slot not in sources]
         for slot in free:
@@ -260,11 +298,7 @@ class PackedLayer(CacheLayerMixin):
             self.held.reorder(beam_idx.tolist())
 
     def batch_select_indices(self, indices):
-        rows = torch.arange(len(self.held.slots))[indices.cpu()]
-        if len(rows) != len(self.held.slots):
-            given = f"{len(rows)} of {len(self.held.slots)} were selected"
-            raise kvpack.Error(f"a packed cache keeps the rows of its batch: {given}")
-        self.reorder_cache(rows)
+        self.reorder_cache(torch.arange(len(self.held.slots))[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats):
         raise kvpack.Error("a packed cache keeps the rows of its batch; pass as many rows from the beginning")
@@ -286,6 +320,12 @@ class PackedCache(Cache):
         self.held = held = _Held(self.recipe)
         numbers = itertools.count()  # without a reference to the cache, so that it is freed at once
         super().__init__(layer_class_to_replicate=lambda: PackedLayer(held, next(numbers)))
+
+    def __deepcopy__(self, memo):
+        if self.held.cache is not None:
+            hint = "make one for each text, or crop this one back to what they have in common"
+            raise kvpack.Error(f"a packed cache that was used cannot be copied; {hint}")
+        return PackedCache(self.recipe)
 
     def memory(self):
         """Bytes of all layers, as ``kvpack.Cache.memory``."""
@@ -440,6 +480,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     layer = getattr(key, "_kvpack_layer", None)
     if layer is None:
         raise kvpack.Error("a forward pass of a packed model needs a packed cache: pass kvpack.hf.PackedCache(recipe)")
+    if kwargs.get("output_attentions"):
+        raise kvpack.Error("kvpack returns no weights of attention; leave output_attentions out")
     if dropout:
         raise kvpack.Error("kvpack computes no dropout; call model.eval()")
     plan = module._kvpack_plan

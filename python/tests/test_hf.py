@@ -3,6 +3,7 @@
 With ``KVPACK_TEST_DEVICE=cuda`` they run on a card.
 """
 
+import copy
 import inspect
 import os
 import weakref
@@ -319,6 +320,151 @@ def test_graphs_generate_the_same(model, rows, options, monkeypatch):
         assert gone() is None, "something keeps the cache besides the caller"
     again = generated(kvpack.hf.disable(model), ids, mask, max_new_tokens=3)
     assert len(again.logits) == 3
+
+
+def on_the_host(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kvpack.hf._graphs, "Graphs", OnTheHost)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_cache_serves_another_model_once_it_is_empty(model, graphs, monkeypatch):
+    on_the_host(monkeypatch)
+    other = copy.deepcopy(model)
+    torch.manual_seed(5)
+    for of in other.parameters():
+        torch.nn.init.normal_(of, std=0.3)
+    ids, mask = prompts(1, 30)
+    for of in (model, other):
+        kvpack.hf.enable(of, "f16")
+        if graphs:
+            kvpack.hf.use_graphs(of)
+    cache, wanted = kvpack.hf.PackedCache("f16"), generated(other, ids, mask, max_new_tokens=12)
+    generated(model, ids, mask, max_new_tokens=12, **{CACHE: cache})
+    cache.reset()
+    given = generated(other, ids, mask, max_new_tokens=12, **{CACHE: cache})
+    assert torch.equal(torch.stack(given.logits), torch.stack(wanted.logits))
+
+
+def test_a_cache_follows_how_its_model_attends(model):
+    ids, mask = prompts(1, 30)
+    kvpack.hf.enable(model, "f16")
+    cache = kvpack.hf.PackedCache("f16")
+    generated(model, ids, mask, max_new_tokens=3, **{CACHE: cache})
+    kvpack.hf.disable(model)
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling *= 0.5
+    wanted = generated(model, ids, mask, max_new_tokens=3)
+    kvpack.hf.enable(model, "f16")
+    with torch.no_grad(), pytest.raises(kvpack.Error, match="attends otherwise"):
+        model(input_ids=ids[:, :1], attention_mask=torch.ones_like(ids)[:, :1].repeat(1, 33), **{CACHE: cache})
+    cache.reset()
+    same_tokens(generated(model, ids, mask, max_new_tokens=3, **{CACHE: cache}), wanted, 30)
+
+
+@pytest.mark.parametrize("options", [{}, {"compiler": compiler}])
+def test_a_copy_of_a_model_with_graphs_has_its_own_weights(model, options, monkeypatch):
+    on_the_host(monkeypatch)
+    ids, mask = prompts(1, 20)
+    kvpack.hf.use_graphs(kvpack.hf.enable(model, "f16"), **options)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.norm.weight.add_(1)
+        call = lambda of: of.model(input_ids=ids, attention_mask=mask, **{CACHE: kvpack.hf.PackedCache("f16")})[0]
+        mine, theirs = call(model), call(other)
+    assert distance(mine, theirs) > 0.1
+    assert other._kvpack_graphs.decoder is other.model and other.model.forward is other._kvpack_graphs
+    if options:
+        own = set(other.modules())
+        assert all(of in own for of, *_ in other._kvpack_graphs.compiled.replaced if isinstance(of, torch.nn.Module))
+
+
+def test_graphs_of_outgrown_sizes_are_dropped(model, monkeypatch):
+    if DEVICE != "cpu":
+        pytest.skip("the numbers of steps are the card's")
+    calls = iter(range(1000))
+    monkeypatch.setattr(OnTheHost, "number", lambda self, step: next(calls) // 3)
+    monkeypatch.setattr(OnTheHost, "anew", lambda self, step: False)
+    on_the_host(monkeypatch)
+    ids, mask = prompts(1, 8)
+    kvpack.hf.use_graphs(kvpack.hf.enable(model, "f16"))
+    held = getattr(generated(model, ids, mask, max_new_tokens=60), CACHE).held
+    if model._kvpack_graphs.refused is None:
+        assert len(held.graphs) == 8 and max(held.graphs)[0] == 19
+
+
+def test_graphs_outlive_inference_mode(model, monkeypatch):
+    on_the_host(monkeypatch)
+    ids, mask = prompts(1, 8)
+    kvpack.hf.use_graphs(kvpack.hf.enable(model, "f16"))
+    cache = kvpack.hf.PackedCache("f16")
+    with torch.inference_mode():
+        first = generated(model, ids, mask, max_new_tokens=6, **{CACHE: cache})
+    ids = first.sequences.clone()
+    again = generated(model, ids, torch.ones_like(ids), max_new_tokens=6, **{CACHE: cache})
+    assert again.sequences.shape[1] == ids.shape[1] + 6
+
+
+def test_masks_of_layers_are_the_same(model):
+    if not hasattr(model.config, "layer_types"):
+        pytest.skip("the model takes one mask")
+    ids, mask = prompts(2, 12)
+    kvpack.hf.enable(model, "f16")
+    kinds = dict.fromkeys(model.config.layer_types)
+    call = lambda masks: model.model(input_ids=ids, attention_mask=masks, **{CACHE: kvpack.hf.PackedCache("f16")})
+    with torch.no_grad():
+        call({kind: mask.clone() for kind in kinds})
+        if len(kinds) > 1:
+            other = {kind: mask if at else torch.ones_like(mask) for at, kind in enumerate(kinds)}
+            with pytest.raises(kvpack.Error, match="another mask than layer 0"):
+                call(other)
+
+
+def test_copies_of_a_cache(model):
+    ids, mask = prompts(1, 12)
+    kvpack.hf.enable(model, "f16")
+    base = kvpack.hf.PackedCache("f16")
+    first, second = copy.deepcopy(base), copy.deepcopy(base)
+    given = [generated(model, ids, mask, max_new_tokens=4, **{CACHE: of}) for of in (first, second)]
+    assert torch.equal(given[0].sequences, given[1].sequences)
+    assert first.memory()["in_use_bytes"] > 0 and base.memory()["allocated_bytes"] == 0
+    with pytest.raises(kvpack.Error, match="cannot be copied"):
+        copy.deepcopy(first)
+
+
+def test_rows_that_are_not_those_of_the_batch_change_nothing(model):
+    ids, mask = prompts(2, 12)
+    cache = getattr(generated(kvpack.hf.enable(model, "f16"), ids, mask, max_new_tokens=3), CACHE)
+    before = [cache.held.cache.length(row) for row in range(2)]
+    for rows in ([0, 0, 1], [0, 0, 0], [1]):
+        with pytest.raises(kvpack.Error, match="keeps the rows of its batch"):
+            cache.reorder_cache(torch.tensor(rows))
+    assert [cache.held.cache.length(slot) for slot in cache.held.slots] == before and cache.held.slots == [0, 1]
+
+
+def test_a_compiler_that_fails_behind_the_last_layer_stores_once(model, monkeypatch):
+    on_the_host(monkeypatch)
+    norm = type(model.model.norm)
+    inputs = []
+
+    def failing(function):
+        def fails(self, *args, **kwargs):
+            if self is model.model.norm:
+                inputs.append(args)
+                raise RuntimeError("no memory")
+            return function(self, *args, **kwargs)
+
+        return fails if function is norm.forward else function
+
+    ids, mask = prompts(2, 20)
+    kvpack.hf.enable(model, "f16")
+    wanted = generated(model, ids, mask, max_new_tokens=6)
+    kvpack.hf.use_graphs(model, compiler=failing)
+    given = generated(model, ids, mask, max_new_tokens=6)
+    assert torch.equal(given.sequences, wanted.sequences) and len(inputs) == 1
+    assert "no memory" in kvpack.hf.why_no_graphs(model)
+    assert getattr(given, CACHE).held.cache.length(0) == 25
 
 
 def test_compilers_that_fail_leave_the_model_alone(model, monkeypatch):
