@@ -60,11 +60,14 @@ impl Model<Wgpu> for Host {
             return Ok(Vec::new());
         }
         let largest = |logits: &Vec<f32>| {
+            if logits.iter().any(|logit| !logit.is_finite()) {
+                return Err("the model's logits are not finite".into());
+            }
             let first = (0u32, f32::NEG_INFINITY);
             let better = |best: (u32, f32), of: (u32, f32)| if of.1 > best.1 { of } else { best };
-            (0u32..).zip(logits.iter().copied()).fold(first, better).0
+            Ok((0u32..).zip(logits.iter().copied()).fold(first, better).0)
         };
-        Ok(self.logits(cache, batch)?.iter().map(largest).collect())
+        Ok(self.logits(cache, batch)?.iter().map(largest).collect::<Result<_>>()?)
     }
 
     fn end(&self) -> Option<u32> {

@@ -1,13 +1,14 @@
 //! The command's decoder as a model of the scheduler.
 
 use anyhow::Result;
-use candle_core::{D, DType, Tensor};
+use candle_core::Tensor;
 use kvpack::backend::Backend;
 use kvpack::cache::{ModelCache, TokenRun};
 use kvpack_cli::{Attention, Inputs, Model};
 use kvpack_serving::Batch;
 
 use crate::attention::{Layers, Steps};
+use crate::own::largest;
 
 /// A model, and what opens kvpack's steps.
 pub struct Host<S> {
@@ -110,7 +111,7 @@ impl<B: Backend, S: Steps<B>> kvpack_serving::Model<B> for Host<S> {
         if batch.answering_rows().is_empty() {
             return Ok(Vec::new());
         }
-        Ok(logits.to_dtype(DType::F32)?.argmax(D::Minus1)?.to_vec1()?)
+        Ok(largest(&logits)?)
     }
 
     fn end(&self) -> Option<u32> {

@@ -115,10 +115,14 @@ pub fn logits<R: Rig>(rig: &R, model: &Model, text: &[u32]) -> Result<Vec<f32>> 
 /// # Errors
 /// That logits are not finite, and what the device reports.
 pub fn largest(logits: &Tensor) -> Result<Vec<u32>> {
-    // Two texts of NaN would be equal.
-    let sum = logits.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
-    ensure!(sum.is_finite(), "the model's logits are not finite; try another model file, or the program for the CPU");
-    Ok(largest_on_device(logits)?.to_vec1()?)
+    let logits = logits.to_dtype(DType::F32)?;
+    // Both in one copy: f32 holds the numbers of tokens exactly.
+    let tokens = largest_on_device(&logits)?.to_dtype(DType::F32)?;
+    let both: Vec<Vec<f32>> = Tensor::stack(&[tokens, logits.sum(D::Minus1)?], 0)?.to_vec2()?;
+    // Two texts of NaN would be equal, and one would be the text of no model.
+    let finite = both[1].iter().all(|sum| sum.is_finite());
+    ensure!(finite, "the model's logits are not finite; try another model file, or the program for the CPU");
+    Ok(both[0].iter().map(|&token| token as u32).collect())
 }
 
 /// The same, on the device.
