@@ -7,6 +7,7 @@
 #
 #   KVPACK_TEST_DRIVERS   the drivers to test on, "lavapipe swiftshader" on Linux. Name one of them to skip the other,
 #                         or "system" for the adapter that wgpu picks by itself (the default elsewhere).
+#   KVPACK_MUST_RUN       stages that have to run: "python web". Where a tool is missing, others are skipped.
 #
 # The script sets these for the tests; users do not:
 #   KVPACK_TEST_DRIVER    the driver that a run expects: without an adapter of that driver, GPU tests fail
@@ -72,10 +73,12 @@ stage() { # name, command...
     [ "$bad" = 0 ]
 }
 
-# Reports, here and in the summary, a stage that could not run.
+# Reports, here and in the summary, a stage that could not run. It is a failure where it has to.
 not_run() { # name, reason
+    local bad=0
+    case " ${KVPACK_MUST_RUN:-} " in *" $1 "*) bad=1 ;; esac
     printf '\n== %s\nNOT RUN: %s\n' "$1" "$2"
-    printf '%s\t0\t0\t0\t0\tNOT RUN: %s\n' "$1" "$2" >>"$stages"
+    printf '%s\t0\t0\t0\t%s\tNOT RUN: %s\n' "$1" "$bad" "$2" >>"$stages"
 }
 
 summary() {

@@ -46,8 +46,10 @@ pub struct DocumentsRow {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AnswerRow {
     /// Mean log-probability of its tokens, in nats.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub log_probability: f64,
     /// Mean KL divergence from the predictions of full precision, in nats.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub divergence: f64,
     /// Share of its tokens that were the likeliest.
     pub found: f64,
@@ -67,8 +69,10 @@ pub struct AnswerRow {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ByModality {
     /// Of the document.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub document: f64,
     /// Of the question after it.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub text: f64,
 }
 

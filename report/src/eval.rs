@@ -60,6 +60,7 @@ pub struct FormatRow {
     #[serde(default)]
     pub recipe: Option<String>,
     /// Relative L2 error of the attention outputs, without calibration.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub error: f64,
     /// Squared error of the packed keys and values themselves, relative to their squares.
     pub row_error: Option<f64>,
@@ -83,6 +84,7 @@ pub struct CalibratedRow {
     /// How much the upper end of the scores is moved down.
     pub tau2: f32,
     /// Relative L2 error of the attention outputs.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub error: f64,
 }
 
@@ -95,8 +97,10 @@ pub struct SummaryRow {
     #[serde(default)]
     pub recipe: Option<String>,
     /// Mean of the layers' errors.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub mean_error: f64,
     /// The largest of them.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub worst_error: f64,
     /// Mean error with each layer's own calibration.
     pub mean_calibrated_error: Option<f64>,

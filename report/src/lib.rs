@@ -10,6 +10,7 @@ mod eval;
 pub mod family;
 mod measured;
 mod model;
+mod not_a_number;
 pub mod page;
 mod peers;
 mod ranks;

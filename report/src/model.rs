@@ -25,6 +25,7 @@ pub struct ModelReport {
     /// Tokens over which the f16 cache was compared with candle's full-precision attention.
     pub compared_tokens: usize,
     /// NMSE of its log-probabilities there.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub f16_nmse: f64,
     /// Tokens of the texts with pass keys.
     pub passkey_tokens: usize,
@@ -38,12 +39,16 @@ pub struct RecipeRow {
     /// The recipe.
     pub recipe: String,
     /// Perplexity at each length.
+    #[serde(deserialize_with = "crate::not_a_number::numbers")]
     pub perplexities: Vec<f64>,
     /// Mean KL divergence from the f16 cache, or from another model's, in nats.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub divergence: f64,
     /// The same for each chunk of 128 tokens.
+    #[serde(deserialize_with = "crate::not_a_number::numbers")]
     pub divergence_by_chunk: Vec<f64>,
     /// Share of positions whose likeliest token is that of the same.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub agreement: f64,
     /// Pass keys.
     pub passkeys: Vec<PasskeyRow>,
@@ -63,6 +68,7 @@ pub struct PasskeyRow {
     /// Where it was hidden: 0 at the beginning of the text, 1 at its end.
     pub depth: f64,
     /// Mean log-probability of its digits, in nats; the f16 cache's is the mark.
+    #[serde(deserialize_with = "crate::not_a_number::number")]
     pub log_probability: f64,
     /// True if every digit was the likeliest token.
     pub found: bool,

@@ -99,6 +99,12 @@ pub fn decode_shapes() -> Vec<DecodeShape> {
 
 /// The timed formats, f16 first: every width with one range per channel, and the groupings of other methods.
 pub fn decode_formats() -> Vec<SegmentFormat> {
+    // The rotation divides the heads of all shapes of the registry.
+    decode_formats_of(64)
+}
+
+/// The same with rotations for heads of other channels.
+pub fn decode_formats_of(head_dim: usize) -> Vec<SegmentFormat> {
     let affine = |bits, grouping| TensorFormat::Affine(AffineFormat::new(bits, grouping));
     let both = |format| SegmentFormat { key: format, value: format };
     let mut formats = vec![SegmentFormat::F16];
@@ -109,11 +115,10 @@ pub fn decode_formats() -> Vec<SegmentFormat> {
     // A range per channel and tile, as CalibQuant packs every full tile.
     formats.extend([Bits::Four, Bits::Two].map(|bits| both(affine(bits, Grouping::ChannelTokens(TILE_TOKENS)))));
     formats.push(SegmentFormat::saw_int4());
-    // The rotation divides the heads of all shapes of the registry.
-    let turboquant = |bits| SegmentFormat::turboquant(bits, 64);
+    let turboquant = |bits| SegmentFormat::turboquant(bits, head_dim);
     formats.extend([Bits::Four, Bits::Three, Bits::Two, Bits::One].map(turboquant));
-    formats.extend([Bits::Four, Bits::Three, Bits::Two].map(|bits| SegmentFormat::turboquant_prod(bits, 64)));
-    formats.push(SegmentFormat::qjl(64));
+    formats.extend([Bits::Four, Bits::Three, Bits::Two].map(|bits| SegmentFormat::turboquant_prod(bits, head_dim)));
+    formats.push(SegmentFormat::qjl(head_dim));
     formats
 }
 
@@ -224,5 +229,23 @@ impl DecodeShape {
             ((part.format.key.element_bits() + part.format.value.element_bits()) * elements / 8) as u64
         };
         format.parts().iter().map(bytes).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::HEAD_DIMS;
+
+    /// A rotation divides the channels of a head, whichever they are.
+    #[test]
+    fn formats_fit_their_heads() {
+        for head_dim in HEAD_DIMS {
+            let shape = AttentionShape::new(4, 2, head_dim).unwrap();
+            let rotated = |format: &SegmentFormat| format.key.rotation().is_some();
+            for format in decode_formats_of(head_dim).into_iter().filter(rotated) {
+                assert_eq!(format.check(&shape), Ok(()), "{format} at {head_dim}");
+            }
+        }
     }
 }

@@ -44,7 +44,9 @@ pub use attend::{
 pub use batch_format::{BatchFormat, BatchPart};
 pub use check::{Check, Kind};
 pub use data::{DataRecipe, SINK_NATS, SequenceData, sequences};
-pub use decode::{BatchLengths, DecodeData, DecodeShape, PageOrder, decode_formats, decode_mixes, decode_shapes};
+pub use decode::{
+    BatchLengths, DecodeData, DecodeShape, PageOrder, decode_formats, decode_formats_of, decode_mixes, decode_shapes,
+};
 pub use merge::{EmptyParts, MergeCase, merge_cases};
 pub use pack::{PackCase, pack_cases};
 pub use registry::checks;

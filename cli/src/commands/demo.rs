@@ -11,7 +11,7 @@ use kvpack_report::page::of_eval;
 use kvpack_report::{BenchRow, EvalReport, RowOutcome, Run, ShapeReport, SummaryRow};
 
 use super::bench::output::unsteady;
-use super::bench::{BenchPlan, NotWatched, Timed, UNSTEADY_PERCENT, dumped, run_plan};
+use super::bench::{BenchPlan, NotWatched, Subject, Timed, UNSTEADY_PERCENT, dumped, run_plan};
 use super::eval::dump::Task;
 use super::eval::layer::Calibrations;
 use super::eval::page;
@@ -92,10 +92,10 @@ impl Demo<'_> {
 
 /// One decode timing, checked first.
 fn decode_step<B: Timed>(dump: NamedDump, backend: &B, run: Run) -> Result<Outcome> {
-    let subject = dumped::subject(dump);
+    let (decode, data) = dumped::data(dump);
+    let formats = [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four)].map(Into::into).into();
     let plan = BenchPlan {
-        subjects: vec![subject],
-        formats: [SegmentFormat::F16, SegmentFormat::per_channel(Bits::Four)].map(Into::into).into(),
+        subjects: vec![Subject { decode, data: Some(data), formats }],
         footprint: FOOTPRINT,
         query: QueryPrecision::ByFormat,
         not_default: Vec::new(),

@@ -98,6 +98,12 @@ pub fn mark_front(series: &mut [Series]) {
     }
 }
 
+/// What an axis shows at most: a figure beyond is none of a device, and lies on the edge.
+const LARGEST: f64 = 1e30;
+
+/// The same for the least.
+const SMALLEST: f64 = 1e-30;
+
 /// An axis: where a value lies between two edges.
 struct Axis {
     low: f64,
@@ -112,7 +118,7 @@ impl Axis {
         let logarithmic = scale != Scale::Linear;
         let values = values.filter(|&x| x.is_finite() && (!logarithmic || x > 0.0));
         let (low, high) = values.fold((f64::INFINITY, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));
-        let (low, high) = if low > high { (1.0, 10.0) } else { (low, high) };
+        let (low, high) = if low > high { (1.0, 10.0) } else { (low.max(SMALLEST), high.min(LARGEST)) };
         let (low, high) = if logarithmic { (low / 1.4, high * 1.4) } else { (0.0, high * 1.06) };
         Self { low, high, scale, from, to }
     }
@@ -330,6 +336,12 @@ mod tests {
         assert_eq!(axis.ticks(), [0.01, 0.1, 1.0, 10.0]);
         let axis = Axis::new([1.0, 16.0].into_iter(), Scale::Linear, (0.0, 1.0));
         assert_eq!(axis.ticks(), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0]);
+        for values in [[1.7e308, 1.0], [5e-324, 1.7e308], [5e-324; 2], [1.7e308; 2]] {
+            for scale in [Scale::Linear, Scale::Logarithmic, Scale::PowersOfTwo] {
+                let axis = Axis::new(values.into_iter(), scale, (0.0, 1.0));
+                assert!(axis.ticks().len() < 1000 && axis.at(values[0]).is_finite(), "{values:?}");
+            }
+        }
     }
 
     #[test]

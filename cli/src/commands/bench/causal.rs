@@ -18,7 +18,7 @@ use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
 use crate::provenance;
 
-const HEAD_DIM: usize = 128;
+pub(super) const HEAD_DIM: usize = 128;
 
 /// Queries of a run.
 const QUERIES: [usize; 5] = [1, 2, 8, 64, 512];

@@ -7,21 +7,18 @@ use kvpack::conformance::{DecodeShape, SequenceData};
 use kvpack::cpu::CpuTensor;
 use kvpack::plan::RowLayout;
 
-use super::run::Subject;
 use crate::dump::{Layer, NamedDump};
 
 /// Sequences of the batch; all store what the dump has.
 const SEQUENCES: usize = 16;
 
 /// The middle layer of a dump, with its last query.
-pub fn subject(NamedDump { name, dump }: NamedDump) -> Subject {
+pub fn data(NamedDump { name, dump }: NamedDump) -> (DecodeShape, SequenceData) {
     let mut layers = dump.layers;
     let layer = layers.swap_remove(layers.len() / 2);
     let name = Path::new(&name).file_stem().unwrap_or_default().to_string_lossy();
-    Subject {
-        decode: DecodeShape::even(format!("{name} layer {}", layer.index), layer.shape, SEQUENCES, layer.tokens),
-        data: Some(sequence(layer)),
-    }
+    let decode = DecodeShape::even(format!("{name} layer {}", layer.index), layer.shape, SEQUENCES, layer.tokens);
+    (decode, sequence(layer))
 }
 
 fn sequence(layer: Layer) -> SequenceData {

@@ -236,9 +236,9 @@ fn layer(bits: Bits, outputs: usize, inputs: usize) -> Result<QuantizedLinear> {
 fn compare(linear: &QuantizedLinear, path: Path, x: &[half::f16], got: &[f32]) -> Result<()> {
     let (outputs, inputs) = (linear.shape().outputs(), linear.shape().inputs());
     let rows = x.len() / inputs;
-    for output in (0..outputs).step_by((outputs / COMPARED).max(1)) {
+    for output in places(outputs, COMPARED) {
         let weights: Vec<f64> = (0..inputs).map(|input| weight(linear, path, output, input)).collect();
-        for row in (0..rows).step_by(rows.div_ceil(COMPARED_ROWS)) {
+        for row in places(rows, COMPARED_ROWS) {
             let (mut want, mut absolute) = (0.0, 0.0);
             for (x, weight) in x[row * inputs..][..inputs].iter().zip(&weights) {
                 let product = x.to_f64() * weight;
@@ -254,6 +254,12 @@ fn compare(linear: &QuantizedLinear, path: Path, x: &[half::f16], got: &[f32]) -
         }
     }
     Ok(())
+}
+
+/// `most` of `count` places, or all, spread evenly. A kernel works on blocks of powers of two: an odd distance meets
+/// every place of such blocks in turn.
+fn places(count: usize, most: usize) -> impl Iterator<Item = usize> {
+    (0..count).step_by((count / most).max(1) | 1)
 }
 
 fn weight(linear: &QuantizedLinear, path: Path, output: usize, input: usize) -> f64 {
@@ -339,5 +345,21 @@ impl TimedLinear for kvpack::cuda::Cuda {
         let (bytes, path) = (layers[0].bytes(), bound[0].path());
         let (time, timer) = (Median::of_durations(&timing.sorted), "CUDA graph, events");
         Ok(TimedProduct { outputs, bytes, path, time, timer })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every place of a block of 64 is compared.
+    #[test]
+    fn places_of_all_residues_are_compared() {
+        for count in [4096, 14336, 8192, 5120, 128] {
+            let mut met = [false; 64];
+            places(count, COMPARED).for_each(|place| met[place % 64] = true);
+            assert!(met.iter().filter(|met| **met).count() >= 42, "{count}");
+        }
+        assert_eq!(places(3, 64).collect::<Vec<_>>(), [0, 1, 2]);
     }
 }

@@ -24,7 +24,9 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use kvpack::backend::QueryPrecision;
-use kvpack::conformance::{BatchFormat, DecodeShape, decode_formats, decode_mixes, decode_shapes, rounds_queries};
+use kvpack::conformance::{
+    BatchFormat, DecodeShape, SequenceData, decode_formats_of, decode_mixes, decode_shapes, rounds_queries,
+};
 use kvpack::{AttentionShape, SegmentFormat};
 use kvpack_report::{BenchRow, RowOutcome, recipes};
 
@@ -40,9 +42,8 @@ use append::TimedStores;
 use evict::TimedSelection;
 use linear::TimedLinear;
 use output::{Output, Style};
-use run::Subject;
 pub use run::run as run_plan;
-pub use run::{BenchPlan, NotWatched};
+pub use run::{BenchPlan, NotWatched, Subject};
 use sizes::SizeArgs;
 use step::TimedModel;
 pub use timed::Timed;
@@ -193,6 +194,9 @@ const DECODE_SUITE: [&str; 9] = [
 /// Shapes of the suite `mixed`.
 const MIXED_SUITE: [&str; 2] = ["g4-b8-32k", "g8-b8-32k"];
 
+/// Channels of heads whose rotations divide those of all suites.
+const OF_SUITES: usize = 64;
+
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<Outcome> {
     args.suite.map_or(Ok(()), |suite| args.refuse_without_effect(suite))?;
@@ -229,9 +233,9 @@ fn bench<B: TimedStores + TimedModel + TimedSelection + TimedLinear>(
     match args.suite {
         None | Some(SuiteName::Decode | SuiteName::Mixed) => bench_steps(args, backend, driver),
         Some(SuiteName::Append) => {
-            append::run(backend, driver, args.segment_formats()?, args.style()).map(|()| Outcome::Passed)
+            append::run(backend, driver, args.segment_formats(OF_SUITES)?, args.style()).map(|()| Outcome::Passed)
         }
-        Some(SuiteName::Causal) => causal::run(backend, driver, &args.segment_formats()?, args.style()),
+        Some(SuiteName::Causal) => causal::run(backend, driver, &args.segment_formats(causal::HEAD_DIM)?, args.style()),
         Some(SuiteName::Chunks) => chunks::run(backend, driver, args.style()).map(|()| Outcome::Passed),
         Some(SuiteName::Evict) => evict::run(backend, driver, args.style()).map(|()| Outcome::Passed),
         Some(SuiteName::Linear) => linear::run(backend, driver, args.style()).map(|()| Outcome::Passed),
@@ -315,12 +319,15 @@ impl BenchArgs {
         let mebibytes = self.footprint.map(|footprint| footprint << 20);
         Ok(BenchPlan {
             subjects: match &self.file {
-                Some(file) => vec![dumped::subject(dump::open(Some(file))?)],
+                Some(file) => {
+                    let (decode, data) = dumped::data(dump::open(Some(file))?);
+                    vec![self.subject(decode, Some(data))?]
+                }
                 None => {
-                    self.shapes(sizes.largest_shape)?.into_iter().map(|decode| Subject { decode, data: None }).collect()
+                    let shapes = self.shapes(sizes.largest_shape)?.into_iter();
+                    shapes.map(|decode| self.subject(decode, None)).collect::<Result<_>>()?
                 }
             },
-            formats: self.formats()?,
             footprint: mebibytes.unwrap_or(if self.quick { 32 << 20 } else { sizes.footprint }),
             query: match self.query {
                 None => QueryPrecision::ByFormat,
@@ -367,7 +374,15 @@ impl BenchArgs {
         Ok(shapes)
     }
 
-    fn formats(&self) -> Result<Vec<BatchFormat>> {
+    fn subject(&self, decode: DecodeShape, data: Option<SequenceData>) -> Result<Subject> {
+        let head_dim = decode.shape.head_dim();
+        // Rows of all heads of which this divides the channels are compared with each other.
+        let head_dim = if head_dim.is_multiple_of(OF_SUITES) { OF_SUITES } else { head_dim };
+        Ok(Subject { formats: self.formats(head_dim)?, decode, data })
+    }
+
+    /// The formats of heads of as many channels.
+    fn formats(&self, head_dim: usize) -> Result<Vec<BatchFormat>> {
         if self.suite == Some(SuiteName::Mixed) {
             let mixes = decode_mixes();
             let mut formats: Vec<BatchFormat> = Vec::new();
@@ -378,16 +393,19 @@ impl BenchArgs {
             }
             return Ok(formats);
         }
-        Ok(self.segment_formats()?.into_iter().map(BatchFormat::from).collect())
+        Ok(self.segment_formats(head_dim)?.into_iter().map(BatchFormat::from).collect())
     }
 
     /// The formats of the suites decode, append and causal, and of single shapes.
-    fn segment_formats(&self) -> Result<Vec<SegmentFormat>> {
-        let all = if self.suite == Some(SuiteName::Causal) { causal::formats().to_vec() } else { decode_formats() };
+    fn segment_formats(&self, head_dim: usize) -> Result<Vec<SegmentFormat>> {
+        let all = match self.suite {
+            Some(SuiteName::Causal) => causal::formats().to_vec(),
+            _ => decode_formats_of(head_dim),
+        };
         let is_f16 = |format: &SegmentFormat| *format == SegmentFormat::F16;
         // A recipe is itself, and not every format whose name happens to contain it.
         if let Some(text) = &self.format
-            && let Ok(named) = recipes::format_of(text, &AttentionShape::new(1, 1, 64)?)
+            && let Ok(named) = recipes::format_of(text, &AttentionShape::new(1, 1, head_dim)?)
         {
             let formats = [SegmentFormat::F16, named];
             return Ok(formats[usize::from(is_f16(&named))..].to_vec());

@@ -15,8 +15,6 @@ use super::timed::{ATTEMPTS, Guard, Timed};
 pub struct BenchPlan {
     /// The steps.
     pub subjects: Vec<Subject>,
-    /// The formats; f16 first, so that the others can be compared with it.
-    pub formats: Vec<BatchFormat>,
     /// Bytes of stores to go round, at least.
     pub footprint: u64,
     /// Seconds of timed steps for a row, at least.
@@ -33,6 +31,8 @@ pub struct Subject {
     pub decode: DecodeShape,
     /// Keys, values and queries of one sequence; Gaussian ones where there are none.
     pub data: Option<SequenceData>,
+    /// The formats; f16 first, so that the others can be compared with it.
+    pub formats: Vec<BatchFormat>,
 }
 
 /// A device under test and the best it has shown.
@@ -75,9 +75,8 @@ impl Watch for NotWatched {
 impl BenchPlan {
     /// Characters of the longest name of a row.
     pub fn longest_name(&self) -> usize {
-        let shapes = self.subjects.iter().map(|subject| &subject.decode.shape);
-        let names = shapes.flat_map(|shape| {
-            self.formats.iter().map(|format| recipe_of(format, shape).unwrap_or_else(|| format.to_string()))
+        let names = self.subjects.iter().flat_map(|Subject { decode, formats, .. }| {
+            formats.iter().map(|format| recipe_of(format, &decode.shape).unwrap_or_else(|| format.to_string()))
         });
         names.map(|name| name.chars().count()).max().unwrap_or_default()
     }
@@ -96,7 +95,8 @@ pub async fn run<B: Timed>(
     report: &mut BenchReport,
     watch: &mut dyn Watch,
 ) -> Result<()> {
-    let progress = ProgressBar::new((plan.subjects.len() * plan.formats.len()) as u64).with_style(crate::print::bar());
+    let progress = ProgressBar::new(plan.subjects.iter().map(|subject| subject.formats.len() as u64).sum())
+        .with_style(crate::print::bar());
     let guard = Guard::new(backend).await?;
     let mut bench = Bench { backend, plan, guard, rounds_queries: rounds_queries(backend)? };
     for subject in &plan.subjects {
@@ -125,7 +125,7 @@ impl<B: Timed> Bench<'_, B> {
         let data = match data {
             Err(error) if is_about_the_device(&error) => {
                 let skipped = |format| BenchRow::skipped(format, &decode.shape, &error);
-                let rows = self.plan.formats.iter().map(skipped).collect();
+                let rows = subject.formats.iter().map(skipped).collect();
                 report.shapes.push(ShapeReport::new(decode, None, rows));
                 return progress.suspend(|| watch.row(report));
             }
@@ -135,7 +135,7 @@ impl<B: Timed> Bench<'_, B> {
         let mut readings = self.readings().await?;
         let at = report.shapes.len();
         report.shapes.push(ShapeReport::new(decode, plain, Vec::new()));
-        let mut done = self.rows(&data, readings.best(), report, (progress, watch)).await;
+        let mut done = self.rows((&data, &subject.formats), readings.best(), report, (progress, watch)).await;
         let shape = &mut report.shapes[at];
         if done.is_ok() {
             done = self.read_again(&mut readings, &shape.rows).await;
@@ -147,12 +147,12 @@ impl<B: Timed> Bench<'_, B> {
     /// Adds the rows of the last shape, whose share of the bandwidth is by its first reading.
     async fn rows(
         &mut self,
-        data: &DecodeData<B>,
+        (data, formats): (&DecodeData<B>, &[BatchFormat]),
         read: f64,
         report: &mut BenchReport,
         (progress, watch): (&ProgressBar, &mut dyn Watch),
     ) -> Result<()> {
-        for format in &self.plan.formats {
+        for format in formats {
             progress.set_message(format!("{} {format}", data.decode.name));
             let mut row = self.row(data, format).await?;
             if let Some(shape) = report.shapes.last_mut() {

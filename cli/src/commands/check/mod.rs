@@ -18,7 +18,7 @@ use self::matrix::print_matrix;
 use self::rows::{RowTable, run_all};
 use crate::backend::{BackendArgs, Chosen};
 use crate::outcome::Outcome;
-use crate::print::{self, say};
+use crate::print::{self, note, say};
 use crate::provenance;
 
 /// Check that the kernels are right on this device; exit code 1 if any is not.
@@ -129,7 +129,11 @@ impl CheckArgs {
                 if self.all { "`kvpack check --all` prints every name" } else { "--all searches every check" }
             );
         }
-        Ok(checks[self.part.of(checks.len())].to_vec())
+        let part = self.part.of(checks.len());
+        if part.is_empty() {
+            note!("part {} of {} has none of the {} checks", self.part.number, self.part.parts, checks.len());
+        }
+        Ok(checks[part].to_vec())
     }
 
     fn run_on<B: Backend + Sync, L: layers::Backend + Sync>(

@@ -1,10 +1,10 @@
 //! What rounding the query and the weights adds to the error of a format.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use indicatif::ProgressBar;
-use kvpack::Backend;
 use kvpack::backend::{QueryBytes, QueryPrecision};
 use kvpack::cpu::{DenseSegment, exact_attention};
+use kvpack::{Backend, SegmentFormat};
 use serde::Serialize;
 
 use super::Destination;
@@ -61,6 +61,12 @@ pub fn run<B: Backend>(backend: &B, dump: &Dump, format: Option<&str>, to: Desti
         // A centre changes nothing that a precision of the query would show.
         let named = formats::matching(&layer.shape, format)?.into_iter().filter(|named| !named.centred);
         let named: Vec<NamedFormat> = named.collect();
+        if let (Some(text), true) = (format, named.iter().all(|named| named.format == SegmentFormat::F16)) {
+            ensure!(
+                "f16".contains(text),
+                "--format {text}: it has no format whose queries are rounded; leave a centre out"
+            );
+        }
         let measured = pollster::block_on(of_layer(backend, layer, &named));
         layers.push(measured.with_context(|| format!("layer {}", layer.index))?);
         progress.inc(1);

@@ -5,7 +5,7 @@ mod written;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use kvpack::Backend;
 use kvpack::cache::{CacheMemory, ChunkStores, Mixture, ModelRecipe};
@@ -150,13 +150,14 @@ impl Asked {
             });
         }
         // The context is cut into tokens by itself, so that its chunks are those of the text.
-        let content = super::text(args.context.as_deref())?.content;
+        let super::Text { name, content } = super::text(args.context.as_deref())?;
         let begin = tokenizer.encode_text(before)?;
         let context = match before.is_empty() {
             true => tokenizer.encode_text(&content)?.split_off(begin.len()),
             false => tokenizer.encode(&content)?,
         };
         let end = tokenizer.encode(&format!("\n\n{prompt}{after}"))?;
+        ensure!(!context.is_empty(), "the context {name} has no tokens; give a text");
         let range = TokenRange::new(begin.len(), begin.len() + context.len())?;
         Ok(Self { tokens: [begin, context, end].concat(), context: Some(range), ends })
     }

@@ -96,8 +96,12 @@ fn check_gpus(ranks: usize) -> kvpack::Result<()> {
     if found >= ranks {
         return Ok(());
     }
+    let most = [8, 4, 2, 1].into_iter().find(|&most| most <= found);
     let reason = match driver_present() {
-        true => format!("{ranks} ranks need {ranks} NVIDIA GPUs, and this machine has {found}; give --ranks {found}"),
+        true => {
+            let hint = most.map_or_else(String::new, |most| format!("; give --ranks {most}"));
+            format!("{ranks} ranks need {ranks} NVIDIA GPUs, and this machine has {found}{hint}")
+        }
         false => format!(
             "{ranks} ranks need {ranks} NVIDIA GPUs, and the CUDA driver (libcuda) was not found; install NVIDIA's driver"
         ),
