@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::attend::{AttendCase, DataKind, InputLayout, RowOrder, SinkPlace};
 use crate::cpu::CpuTensor;
 use crate::format::AttentionShape;
-use crate::plan::RowLayout;
+use crate::plan::{ElementType, RowLayout};
 use crate::{Error, Result};
 
 /// Nats by which the sink's score exceeds the other scores, taken together as the logarithm of their mean exponential.
@@ -88,7 +88,24 @@ impl SequenceData {
     }
 }
 
+/// Parts of a sequence that each have a landmark.
+const PARTS: usize = 16;
+
 impl SequenceData {
+    /// The same data with a landmark in the middle of every sixteenth of the tokens: the key that queries look for.
+    /// Without them the mean of thousands of tokens is that of most of them, and a kernel that leaves tiles out passes.
+    pub(super) fn with_landmarks(self, shape: &AttentionShape) -> Self {
+        let (mut keys, tokens) = (self.keys.to_f32(), self.rows.tokens);
+        for kv_head in 0..shape.kv_heads() {
+            let landmark = self.rows.row(tokens - 1, kv_head);
+            let places = (0..PARTS).map(|part| (2 * part + 1) * tokens / (2 * PARTS));
+            for place in places.filter(|&place| place > 0) {
+                keys.copy_within(landmark..landmark + shape.head_dim(), self.rows.row(place, kv_head));
+            }
+        }
+        Self { keys: CpuTensor::from_f32(keys, ElementType::F16), ..self }
+    }
+
     /// Checks that these are the data of `tokens` tokens and one query of `shape`.
     pub(super) fn check(&self, shape: &AttentionShape, tokens: usize) -> Result<()> {
         let elements = |what, given, expected| {

@@ -143,7 +143,7 @@ pub struct DecodeData<B: Backend> {
 }
 
 impl<B: Backend> DecodeData<B> {
-    /// Generates Gaussian data with a sink and uploads them as f16.
+    /// Generates Gaussian data with a sink, and with a landmark in every sixteenth, and uploads them as f16.
     ///
     /// # Errors
     /// When they do not fit the device.
@@ -158,6 +158,7 @@ impl<B: Backend> DecodeData<B> {
             input,
             seed: 1,
         });
+        let host = host.with_landmarks(&decode.shape);
         Self::of_sequence(backend, decode, host).await
     }
 

@@ -218,9 +218,35 @@ fn part_bytes(part: &BatchPart, decode: &DecodeShape, batch: &[NewSpan], store: 
 mod tests {
     use super::*;
     use crate::Bits;
+    use crate::backend::QueryBytes;
     use crate::conformance::{BatchLengths, decode_mixes};
     use crate::cpu::Cpu;
     use crate::format::{AttentionShape, SegmentFormat};
+
+    /// A step that leaves an eighth of its tiles out does not pass, whichever precision queries have.
+    #[test]
+    fn missing_tiles_show() {
+        let (shape, tokens) = (AttentionShape::new(2, 1, 64).unwrap(), 256 * TILE_TOKENS);
+        let decode = DecodeShape::even("long", shape, 1, tokens);
+        let data = pollster::block_on(DecodeData::generated(&Cpu::new(), decode)).unwrap();
+        let (keys, values) = (data.host.keys.to_f32(), data.host.values.to_f32());
+        let exact = |parts: &[std::ops::Range<usize>]| {
+            let part = |tokens: &std::ops::Range<usize>| DenseSegment {
+                keys: &keys[tokens.start * 64..tokens.end * 64],
+                values: &values[tokens.start * 64..tokens.end * 64],
+                tokens: tokens.len(),
+                calibration: None,
+            };
+            exact_decode(&shape, &parts.iter().map(part).collect::<Vec<_>>(), &data.host.queries).unwrap()
+        };
+        let (all, part) = (exact(&[0..tokens]), tokens / 8);
+        for eighth in 1..7 {
+            let less = exact(&[0..eighth * part, (eighth + 1) * part..tokens]);
+            let got: Vec<f32> = less.outputs.iter().map(|&x| x as f32).collect();
+            let (error, limits) = (all.error_of(&got, 64), Limits::new(QueryBytes::One));
+            assert!(!all.failures("output", &got, &error, &limits).is_empty(), "{eighth}: {error:?}");
+        }
+    }
 
     /// The place of a batch's pages does not change the result. Shuffled pages are those of the copy, each exactly
     /// once.

@@ -57,8 +57,10 @@ pub const UNSTEADY_PERCENT: f64 = 10.0;
 /// the next of several copies of the cache, so that no step finds its data in a cache of the device.
 ///
 /// Steps of shapes, of a dump and of the suites decode and mixed are compared with f64 before they are timed. So are
-/// those of causal, chunks and prefill; linear compares the products that it timed. append compares with quantize,
-/// evict with the host, step a timed step with the calls of the cache, ranks with one GPU.
+/// those of chunks and prefill. causal compares every run with the same queries one by one, linear the products that it
+/// timed with f64, append what it stored with quantize, evict with the host, ranks with one GPU. step compares a timed
+/// step with the calls of the cache, and what it stored with what it was given. Planted tokens, and values that differ
+/// from tile to tile, show what a kernel leaves out; kvpack check has every mask at its edges.
 ///
 /// Rows are printed as they end, and --report rewrites its files after each, so that an interrupted run loses nothing.
 /// µs is the median of n samples; ± is half of the distance between their quartiles. × f16 is the speed-up over

@@ -8,14 +8,14 @@ use kvpack::backend::QueryPrecision;
 use kvpack::cache::{KvCache, PromptSpan, Recipe};
 use kvpack::conformance::Limits;
 use kvpack::cpu::nmse;
-use kvpack::format::{AffineFormat, Grouping, TensorFormat};
+use kvpack::format::{AffineFormat, Grouping, TILE_TOKENS, TensorFormat};
 use kvpack::plan::{ElementType, Elements, QueryRun, RowLayout, TokenRange, Visible};
 use kvpack::{AttentionShape, Backend, Bits, SegmentFormat};
 use kvpack_report::{Run, Skipped, Spread, StepTimes, recipes};
 use serde::Serialize;
 
 use super::output::Style;
-use super::timed::{Guard, Timed, WALL_CLOCK, random_rows, skipped};
+use super::timed::{Guard, OFFSET, OFFSET_CHANNEL, Timed, WALL_CLOCK, random_rows, skipped};
 use super::{BenchArgs, UNSTEADY_PERCENT};
 use crate::outcome::{Outcome, Wrong};
 use crate::print::{self, note, say};
@@ -310,6 +310,7 @@ async fn fill<B: Timed>(backend: &B, cache: &mut KvCache<B>, batch: &Batch) -> R
             _ => {
                 let elements = tokens * shape.kv_heads() * shape.head_dim();
                 let [keys, values] = [4, 5].map(|seed| random_rows(elements, shape.head_dim(), seed));
+                let (keys, values) = told_apart(keys, values, &shape);
                 let (keys, values) =
                     (backend.upload(Elements::F16(&keys)).await?, backend.upload(Elements::F16(&values)).await?);
                 let (_, keys, values) = uploaded.insert((tokens, keys, values));
@@ -321,6 +322,33 @@ async fn fill<B: Timed>(backend: &B, cache: &mut KvCache<B>, batch: &Batch) -> R
         cache.prefill(sequence, RowLayout::token_major(tokens, &shape), keys, values, &[span]).await?;
     }
     Ok(())
+}
+
+/// A score of the newest token above the others that gives it some hundredths of the weight of 32k tokens.
+const NEWEST_NATS: f32 = 7.0;
+
+/// Keys and values that show what a kernel leaves out or sees too much of: all queries look for the newest token, which
+/// the last of them alone sees, and the means of values differ from tile to tile.
+fn told_apart(
+    mut keys: Vec<half::f16>,
+    mut values: Vec<half::f16>,
+    shape: &AttentionShape,
+) -> (Vec<half::f16>, Vec<half::f16>) {
+    let dim = shape.head_dim();
+    let token = shape.kv_heads() * dim;
+    let add = |to: &mut half::f16, more: f32| *to = half::f16::from_f32(to.to_f32() + more);
+    let newest = keys.len() - token;
+    for row in keys[newest..].chunks_exact_mut(dim) {
+        add(&mut row[OFFSET_CHANNEL], NEWEST_NATS * (dim as f32).sqrt() / OFFSET);
+    }
+    let mut random = fastrand::Rng::with_seed(6);
+    for tile in values.chunks_mut(TILE_TOKENS * token) {
+        for kv_head in 0..shape.kv_heads() {
+            let mean = 16.0 * (random.f32() - 0.5);
+            tile.chunks_exact_mut(token).for_each(|row| add(&mut row[kv_head * dim], mean));
+        }
+    }
+    (keys, values)
 }
 
 /// The error of some queries of every sequence against f64 over the stored data.
@@ -419,4 +447,40 @@ fn print_row(row: &PrefillRow, first: bool) -> Result<()> {
         note!("the device ran {:.0} % below its best around that row", row.guard_low_percent);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use kvpack::backend::Device;
+    use kvpack::cpu::Cpu;
+    use pollster::block_on;
+
+    use super::*;
+
+    /// What is checked before it is timed tells a kernel that sees too much or leaves tiles out.
+    #[test]
+    fn masks_and_missing_tiles_show() {
+        let (backend, tokens, queries) = (Cpu::new(), 64 * TILE_TOKENS, 8);
+        let shape = AttentionShape::new(2, 1, 64).unwrap();
+        let batch = Batch { name: "drafts".into(), shape, sequences: vec![(tokens, queries)] };
+        let host = random_rows(queries * 2 * 64, 64, 3);
+        let at = |cache: &KvCache<Cpu>, visible: Visible| {
+            let rows = block_on(backend.upload(Elements::F16(&host))).unwrap();
+            let run = QueryRun::new(0, queries, visible);
+            block_on(cache.attend_runs(&[run], &rows, ElementType::F32)).unwrap()
+        };
+        let of = |format, bytes: f64| {
+            let mut cache = KvCache::new(backend.clone(), shape, 1, recipe(format)).unwrap();
+            block_on(fill(&backend, &mut cache, &batch)).unwrap();
+            let error = |output| block_on(check(&backend, &cache, &batch, (&host, &output))).unwrap();
+            assert!(error(at(&cache, Visible::Causal)) < 1e-6);
+            assert!(error(at(&cache, Visible::All)) > bytes, "no mask: {}", error(at(&cache, Visible::All)));
+            let without = |tokens| error(at(&cache, Visible::Window { left: tokens }));
+            let eighth = without(tokens - tokens / 8);
+            assert!(eighth > bytes, "an eighth is missing: {eighth}");
+        };
+        // The limit of queries of one byte is 1e-4.
+        of(SegmentFormat::F16, 1e-3);
+        of(SegmentFormat::calibquant(Bits::Four), 1e-3);
+    }
 }

@@ -202,17 +202,18 @@ impl<B: Timed> Bench<'_, B> {
         };
         let report = workload.check(self.backend, data, self.options()).await?;
         let has_byte = |part: &BatchPart| self.rounds_queries && self.plan.query.bytes(&part.format) == QueryBytes::One;
-        let nmse_int16 = match format.parts().iter().any(has_byte) {
+        let exact = match format.parts().iter().any(has_byte) {
             false => None,
             true => {
                 let options = AttendOptions { query: QueryPrecision::Int16, ..AttendOptions::default() };
-                let exact = workload.check(self.backend, data, options).await?;
-                exact.accuracy.map(|accuracy| accuracy.error.nmse)
+                Some(workload.check(self.backend, data, options).await?)
             }
         };
-        let outcome = match report.passed() {
-            false => RowOutcome::Wrong { reason: report.reason() },
-            true => self.time(&workload, data).await?,
+        let nmse_int16 = exact.as_ref().and_then(|of| of.accuracy).map(|accuracy| accuracy.error.nmse);
+        let wrong = [Some(&report), exact.as_ref()].into_iter().flatten().find(|of| !of.passed());
+        let outcome = match wrong {
+            Some(wrong) => RowOutcome::Wrong { reason: wrong.reason() },
+            None => self.time(&workload, data).await?,
         };
         Ok(BenchRow {
             format: format.to_string(),

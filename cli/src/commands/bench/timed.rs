@@ -176,12 +176,17 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
+/// The channel that stands out of random rows.
+pub const OFFSET_CHANNEL: usize = 17;
+/// Its mean.
+pub const OFFSET: f32 = 3.0;
+
 /// Random numbers of a bell curve, in rows of `head_dim` channels of which one stands out.
 pub fn random_rows(elements: usize, head_dim: usize, seed: u64) -> Vec<half::f16> {
     let mut random = fastrand::Rng::with_seed(seed);
     let element = |at: usize| {
         let bell: f32 = (0..3).map(|_| random.f32() - 0.5).sum();
-        half::f16::from_f32(if at % head_dim == 17 { 3.0 + bell } else { bell })
+        half::f16::from_f32(if at % head_dim == OFFSET_CHANNEL { OFFSET + bell } else { bell })
     };
     (0..elements).map(element).collect()
 }

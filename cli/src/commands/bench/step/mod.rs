@@ -4,11 +4,12 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod stored;
 mod wgpu;
 
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use indicatif::ProgressBar;
 use kvpack::cache::{ModelCache, ModelRecipe, PromptSpan, StoreId, StoreRoom, TokenRun};
 use kvpack::cpu::nmse;
@@ -22,6 +23,15 @@ use super::timed::{SPREAD, Timed, figure, figure_or_dash, random_rows, skipped};
 use crate::outcome::Wrong;
 use crate::print::{self, say};
 use crate::provenance;
+
+/// The seed of the keys that every step stores.
+const KEYS: u64 = 1;
+
+/// The same of values.
+const VALUES: u64 = 2;
+
+/// All steps that store them.
+const ALL_STEPS: usize = WARM_UP + STEPS + HOST_STEPS + 1;
 
 /// Recipes that are timed; f16 first, so that the others can be compared with it.
 const RECIPES: [&str; 5] = ["f16", "saw-int4", "calibquant:4", "calibquant:2", "kivi:2"];
@@ -217,8 +227,8 @@ async fn row<B: TimedModel>(backend: &B, shape: AttentionShape, subject: Subject
     fill(backend, &mut cache, subject).await?;
     let tensors = Tensors {
         rows: RowLayout::token_major(sequences, &shape),
-        keys: upload(backend, sequences * shape.kv_heads() * shape.head_dim(), 1).await?,
-        values: upload(backend, sequences * shape.kv_heads() * shape.head_dim(), 2).await?,
+        keys: upload(backend, sequences * shape.kv_heads() * shape.head_dim(), KEYS).await?,
+        values: upload(backend, sequences * shape.kv_heads() * shape.head_dim(), VALUES).await?,
         queries: upload(backend, sequences * shape.query_heads() * shape.head_dim(), 3).await?,
     };
     let mut engine = backend.engine(&cache, tensors).await?;
@@ -255,6 +265,9 @@ async fn row<B: TimedModel>(backend: &B, shape: AttentionShape, subject: Subject
     let nmse = nmse(&measured.output, &called);
     let wrong = || Wrong(format!("{text}: NMSE {nmse:.1e} of a step against the calls of the cache"));
     ensure!(nmse <= MOST_NMSE, wrong());
+    for layer in [0, layers - 1] {
+        stored::check(backend, &cache, layer, sequences).await.with_context(|| text.to_owned())?;
+    }
 
     let of_layer = |median: Median| median.part(layers, 0.0);
     let [store, attend] = [0, 1].map(|of| measured.kernels.map(|kernels| of_layer(kernels[of])));
@@ -285,10 +298,9 @@ async fn fill<B: TimedModel>(backend: &B, cache: &mut ModelCache<B>, subject: Su
     let shape = *cache.shape(0)?;
     let recipe = cache.recipe(0)?.clone();
     let to = if recipe.packs() { StoreId::PACKED } else { StoreId::F16 };
-    let steps = WARM_UP + STEPS + HOST_STEPS + 1;
     let room = |store: usize| {
         let prompt = if store == to.index() { subject.tokens.div_ceil(TILE_TOKENS) } else { 0 };
-        let appended = 2 + steps.div_ceil(TILE_TOKENS);
+        let appended = 2 + ALL_STEPS.div_ceil(TILE_TOKENS);
         StoreRoom { pages: subject.sequences * (prompt + appended), spans: subject.sequences * (1 + appended) }
     };
     let room: Vec<StoreRoom> = (0..recipe.stores().len()).map(room).collect();
