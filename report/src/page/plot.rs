@@ -98,10 +98,10 @@ pub fn mark_front(series: &mut [Series]) {
     }
 }
 
-/// What an axis shows at most: a figure beyond is none of a device, and lies on the edge.
+/// The largest figure of an axis: one beyond is none of a device, and lies on the edge.
 const LARGEST: f64 = 1e30;
 
-/// The same for the least.
+/// The smallest.
 const SMALLEST: f64 = 1e-30;
 
 /// An axis: where a value lies between two edges.

@@ -457,7 +457,7 @@ mod tests {
 
     use super::*;
 
-    /// What is checked before it is timed tells a kernel that sees too much or leaves tiles out.
+    /// The check before the timing tells a kernel that sees too much or leaves tiles out.
     #[test]
     fn masks_and_missing_tiles_show() {
         let (backend, tokens, queries) = (Cpu::new(), 64 * TILE_TOKENS, 8);
