@@ -52,6 +52,10 @@ enum Mistake {
     ForgetsRecent,
     /// Column sums lack the last query row.
     DropsLastRow,
+    /// Sums of two blocks of columns are exchanged.
+    ExchangesColumns,
+    /// The largest entry of a row is all that counts.
+    CountsTheLargest,
     /// Columns are measured with the statistics of the rows over the part alone.
     ForgetsOtherParts,
     /// The last part of merged states is left out.
@@ -165,6 +169,17 @@ impl Forward for Mistaken {
             let rows = input.rows.len() as f32;
             let sums = measured.column_sums.to_f32().into_iter().map(|sum| sum * (rows - 1.0) / rows).collect();
             measured.column_sums = CpuTensor::F32(sums);
+        }
+        if self.mistake == Mistake::ExchangesColumns {
+            let mut sums = measured.column_sums.to_f32();
+            for of_head in sums.chunks_mut(input.rows.tokens()) {
+                let (first, second) = of_head.split_at_mut(32);
+                first[16..].swap_with_slice(&mut second[..16]);
+            }
+            measured.column_sums = CpuTensor::F32(sums);
+        }
+        if let (Mistake::CountsTheLargest, Some(counts)) = (self.mistake, &mut measured.counts) {
+            counts.iter_mut().for_each(|count| *count = (*count).min(1));
         }
         Ok(measured)
     }
@@ -418,6 +433,23 @@ fn a_wrong_code_is_found() {
     let [Failure::Stored { tensor: "values", .. }, ..] = report.failures.as_slice() else {
         panic!("{}", report.reason());
     };
+}
+
+/// Whatever a sink leaves to the other tokens, their sums and counts are told apart.
+#[test]
+fn exchanged_columns_and_missing_counts_are_found() {
+    let names = conformance::checks().into_iter().map(|check| check.name().to_owned());
+    let of_statistics = names.filter(|name| name.starts_with("stats-") && !name.contains("one-token"));
+    let of_statistics: Vec<String> = of_statistics.filter(|name| !name.contains("equal-scores")).collect();
+    assert!(of_statistics.len() >= 14, "{of_statistics:?}");
+    of_statistics.iter().for_each(|name| is_inaccurate(name, Mistake::ExchangesColumns));
+    let weak: Vec<&String> = of_statistics.iter().filter(|name| name.contains("weak-sink")).collect();
+    assert_eq!(weak.len(), 4);
+    for name in weak {
+        let report = run(name, Mistake::CountsTheLargest);
+        let wrong = |failure: &Failure| matches!(failure, Failure::Differs { what, .. } if what == "counts of rows");
+        assert!(report.failures.iter().any(wrong), "{name}: {}", report.reason());
+    }
 }
 
 #[test]
