@@ -324,8 +324,8 @@ async fn fill<B: Timed>(backend: &B, cache: &mut KvCache<B>, batch: &Batch) -> R
     Ok(())
 }
 
-/// A score of the newest token above the others that gives it some hundredths of the weight of 32k tokens.
-const NEWEST_NATS: f32 = 7.0;
+/// Weight of the newest token, in comparison with all others of its sequence.
+const NEWEST: f32 = 0.03;
 
 /// Keys and values that show what a kernel leaves out or sees too much of: all queries look for the newest token, which
 /// the last of them alone sees, and the means of values differ from tile to tile.
@@ -338,8 +338,9 @@ fn told_apart(
     let token = shape.kv_heads() * dim;
     let add = |to: &mut half::f16, more: f32| *to = half::f16::from_f32(to.to_f32() + more);
     let newest = keys.len() - token;
+    let nats = (NEWEST * (keys.len() / token) as f32).ln().max(0.0);
     for row in keys[newest..].chunks_exact_mut(dim) {
-        add(&mut row[OFFSET_CHANNEL], NEWEST_NATS * (dim as f32).sqrt() / OFFSET);
+        add(&mut row[OFFSET_CHANNEL], nats * (dim as f32).sqrt() / OFFSET);
     }
     let mut random = fastrand::Rng::with_seed(6);
     for tile in values.chunks_mut(TILE_TOKENS * token) {

@@ -206,8 +206,8 @@ async fn time_rows<B: TimedSelection + Clone>(
         let call = time_calls(backend, &scores[0], pack).await?;
         let what = format!("gather and pack {k} tokens, {format}");
         watched.push([EvictRow::of(tokens, what.clone()).with_call(call)]).await?;
-        let (keys, _) = stores.read(backend, &span[0]).await?;
-        prompt.check_stored(&what, &keys, &backend.download_indices(kept).await?)?;
+        let (keys, values) = stores.read(backend, &span[0]).await?;
+        prompt.check_stored(&format, [&keys, &values], &backend.download_indices(kept).await?)?;
     }
     let rows = compress_rows(backend, &prompt).await?;
     watched.push(rows).await?;

@@ -2,8 +2,6 @@
 
 use anyhow::{Result, ensure};
 use half::f16;
-use kvpack::AttentionShape;
-use kvpack::Backend;
 use kvpack::backend::{KeptAndEvicted, QueriesAndKeys, TensorRows};
 use kvpack::cache::ModelCache;
 use kvpack::cpu::nmse;
@@ -12,6 +10,7 @@ use kvpack::policy::{
     ColumnRequest, HeadAggregation, LayerSelection, Merging, QueryPositions, RowStatsSource, StatsRequest, evicted,
     top_k,
 };
+use kvpack::{AttentionShape, Backend, SegmentFormat};
 
 use crate::outcome::Wrong;
 
@@ -21,8 +20,15 @@ const MOST_NMSE: f64 = 1e-6;
 /// How much less similar than the most similar one a kept token may be, by rounding.
 const SIMILARITY_SLACK: f64 = 1e-4;
 
-/// How far stored keys may be from what was to be stored: 4 bits are within 0.01, and other tokens beyond 0.5.
-const MOST_STORED_NMSE: f64 = 0.03;
+/// How far any stored row may be from what was to be stored: one of 4 bits is within 0.02, and another token's beyond
+/// 0.5.
+const MOST_STORED_NMSE: f64 = 0.1;
+
+/// The same in f16, which rounds what was merged.
+const MOST_STORED_F16: f64 = 1e-6;
+
+/// What the place of a score on a threshold may be off by.
+const THRESHOLD_SLACK: f64 = 1e-3;
 
 /// Bytes of keys to go round, at least, where a prompt is shorter than that: more than a device's caches.
 const FOOTPRINT: usize = 256 << 20;
@@ -138,10 +144,22 @@ impl<B: Backend> Prompt<B> {
         let sums = backend.download(&measured.column_sums).await?;
         let (tokens, head) = (self.rows.tokens, self.shape.query_heads() - self.shape.group());
         let mut expected = vec![0.0f64; tokens];
+        let counts = match &measured.counts {
+            Some(counts) => Some(backend.download_words(counts).await?),
+            None => None,
+        };
         for row in 0..self.measured.len() {
             let scores = self.scores(head, row);
             let lse = log_sum_exp(&scores);
             scores.iter().zip(&mut expected).for_each(|(score, sum)| *sum += (score - lse).exp());
+            if let Some(threshold) = request.columns.threshold {
+                let most = scores.iter().copied().fold(f64::MIN, f64::max) + f64::from(threshold).ln();
+                let above = |slack: f64| scores.iter().filter(|&&score| score >= most + slack).count();
+                let allowed = above(THRESHOLD_SLACK)..=above(-THRESHOLD_SLACK);
+                let count = counts.as_ref().map(|counts| counts[head * self.measured.len() + row] as usize);
+                let wrong = || Wrong(format!("row {row}: {count:?} entries counted, the host counts {allowed:?}"));
+                ensure!(count.is_some_and(|count| allowed.contains(&count)), wrong());
+            }
         }
         let nmse = nmse(&sums[head * tokens..][..tokens], &expected);
         ensure!(nmse <= MOST_NMSE, Wrong(format!("column sums: NMSE {nmse:.1e} against the host's")));
@@ -214,17 +232,19 @@ impl<B: Backend> Prompt<B> {
         Ok(())
     }
 
-    /// Holds stored keys of the tokens of `kept`, `[kv_heads, k]`, against the prompt's own.
+    /// Holds stored keys and values of the tokens of `kept`, `[kv_heads, k]`, against the prompt's own.
     ///
     /// # Errors
     /// [`Wrong`] when they are others.
-    pub fn check_stored(&self, what: &str, stored: &[f32], kept: &[u32]) -> Result<()> {
-        let k = kept.len() / self.shape.kv_heads();
-        let row = |(i, &token): (usize, &u32)| {
-            let row = &self.host_keys[self.rows.row(token as usize, i / k)..][..self.shape.head_dim()];
-            row.iter().map(|x| f64::from(x.to_f32()))
-        };
-        check_rows(what, stored, &kept.iter().enumerate().flat_map(row).collect::<Vec<f64>>())
+    pub fn check_stored(&self, format: &SegmentFormat, stored: [&[f32]; 2], kept: &[u32]) -> Result<()> {
+        let (k, dim) = (kept.len() / self.shape.kv_heads(), self.shape.head_dim());
+        let of_tensors = [("keys", &self.host_keys), ("values", &self.host_values)];
+        for ((what, host), stored) in of_tensors.into_iter().zip(stored) {
+            let row = |(i, &token): (usize, &u32)| host[self.rows.row(token as usize, i / k)..][..dim].iter();
+            let expected: Vec<f64> = kept.iter().enumerate().flat_map(row).map(|x| f64::from(x.to_f32())).collect();
+            check_rows(&format!("{what} of {k} tokens in {format}"), (format, dim), stored, &expected)?;
+        }
+        Ok(())
     }
 
     /// Holds what a cache stores in its first layer of this prompt, evicted, merged and packed, against what
@@ -250,20 +270,59 @@ impl<B: Backend> Prompt<B> {
         let [keys, values] = &self.copies[0];
         let (kept, evicted) = (&kept, &evicted);
         let input = KeptAndEvicted { shape: self.shape, rows: self.rows, keys, values, kept, evicted };
-        let merged = backend.download(&backend.merge_tokens(input, merging)?.keys).await?;
-        let expected: Vec<f64> = merged.into_iter().map(f64::from).collect();
+        let merged = backend.merge_tokens(input, merging)?;
         let stored = cache.dequantize(0, 0)?;
         ensure!(stored.len() == 1, Wrong(format!("a compressed prompt is {} spans", stored.len())));
-        check_rows("the compressed prompt", &backend.download(&stored[0].keys).await?, &expected)
+        let of = (&stored[0].format, self.shape.head_dim());
+        for (what, stored, merged) in
+            [("keys", &stored[0].keys, &merged.keys), ("values", &stored[0].values, &merged.values)]
+        {
+            let expected: Vec<f64> = backend.download(merged).await?.into_iter().map(f64::from).collect();
+            let what = format!("{what} of the compressed prompt");
+            check_rows(&what, of, &backend.download(stored).await?, &expected)?;
+        }
+        Ok(())
     }
 }
 
-fn check_rows(what: &str, stored: &[f32], expected: &[f64]) -> Result<()> {
+/// Holds every row, of `dim` channels, against what was to be stored in a format.
+fn check_rows(what: &str, (format, dim): (&SegmentFormat, usize), stored: &[f32], expected: &[f64]) -> Result<()> {
     let (elements, of) = (stored.len(), expected.len());
     ensure!(elements == of, Wrong(format!("{what}: {elements} elements of {of}")));
-    let nmse = nmse(stored, expected);
-    ensure!(nmse <= MOST_STORED_NMSE, Wrong(format!("{what}: stored keys have NMSE {nmse:.1e}")));
+    let most = if *format == SegmentFormat::F16 { MOST_STORED_F16 } else { MOST_STORED_NMSE };
+    for (row, (stored, expected)) in stored.chunks(dim).zip(expected.chunks(dim)).enumerate() {
+        let nmse = nmse(stored, expected);
+        ensure!(
+            nmse <= most,
+            Wrong(format!("{what}: row {row} is stored with NMSE {nmse:.1e}; the limit is {most:.0e}"))
+        );
+    }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use kvpack::Bits;
+    use kvpack::cpu::Cpu;
+
+    use super::*;
+
+    /// A last page that holds other tokens shows, in keys and in values, however many tokens there are.
+    #[test]
+    fn rows_of_other_tokens_are_found() {
+        let shape = AttentionShape::new(2, 1, 128).unwrap();
+        let prompt = pollster::block_on(Prompt::new(&Cpu::new(), shape, 3400, 1)).unwrap();
+        let (tokens, kept): (usize, Vec<u32>) = (3276, (0..3276).collect());
+        let rows = |of: &[f16]| of[..tokens * 128].iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+        let (keys, values) = (rows(&prompt.host_keys), rows(&prompt.host_values));
+        let mut late = keys.clone();
+        late[3200 * 128..].copy_from_slice(&keys[..76 * 128]);
+        for format in [SegmentFormat::F16, SegmentFormat::calibquant(Bits::Four)] {
+            prompt.check_stored(&format, [&keys, &values], &kept).unwrap();
+            prompt.check_stored(&format, [&late, &values], &kept).unwrap_err();
+            prompt.check_stored(&format, [&keys, &late], &kept).unwrap_err();
+        }
+    }
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
