@@ -77,7 +77,7 @@ impl Calibration {
     ///
     /// # Errors
     /// [`Error::Elements`] when a tensor does not fit its shape, [`Error::NoTokens`] without queries, [`Error::Plan`]
-    /// when the packed tokens lie outside the sample, [`Error::Format`] when the format does not fit the shape.
+    /// when the packed tokens lie outside the sample or an element is not finite, [`Error::Format`] when the format does not fit the shape.
     pub fn search(sample: &CalibrationSample<'_>, format: SegmentFormat) -> Result<CalibrationResult> {
         let stored = StoredSample::new(sample, format)?;
         let exact = exact_outputs(sample)?;
@@ -204,6 +204,13 @@ fn check(sample: &CalibrationSample<'_>) -> Result<()> {
     if sample.packed.end() > sample.rows.tokens {
         let reason = format!("packed tokens end at {} of {}", sample.packed.end(), sample.rows.tokens);
         return Err(Error::Plan { what: "calibration search", reason });
+    }
+    for (what, elements) in [("keys", &sample.keys), ("values", &sample.values), ("queries", &sample.queries)] {
+        if let Some(index) = (0..elements.len()).find(|&index| !elements.get(index).is_finite()) {
+            let value = elements.get(index);
+            let reason = format!("element {index} of the {what} is {value}; all must be finite");
+            return Err(Error::Plan { what: "calibration search", reason });
+        }
     }
     let per_query = sample.shape.query_heads() * sample.shape.head_dim();
     if queries(sample) == 0 {

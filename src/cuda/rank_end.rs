@@ -113,10 +113,17 @@ pub(super) fn check_gather(
         let reason = format!("{:?} elements are gathered into {:?}", part.element_type(), all.element_type());
         return Err(Error::Buffer { what: "the parts of all ranks", reason });
     }
+    check_apart("the parts of all ranks", all, ("the part of this rank", part))
+}
+
+/// Checks that what is written shares no memory with what other threads of the kernel read.
+///
+/// # Errors
+/// [`Error::Buffer`].
+pub(super) fn check_apart(what: &'static str, written: &Tensor, (read_as, read): (&str, &Tensor)) -> Result<()> {
     let end = |tensor: &Tensor| tensor.address() + (tensor.elements() * tensor.element_type().bytes()) as u64;
-    if part.address() < end(all) && all.address() < end(part) {
-        let reason = "they share memory with the part of this rank".into();
-        return Err(Error::Buffer { what: "the parts of all ranks", reason });
+    if read.address() < end(written) && written.address() < end(read) {
+        return Err(Error::Buffer { what, reason: format!("they share memory with {read_as}") });
     }
     Ok(())
 }

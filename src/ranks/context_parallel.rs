@@ -259,11 +259,15 @@ where
         Ok(())
     }
 
-    /// Commits the open step on this rank: [`ModelCache::commit`].
+    /// Commits the open step on this rank: [`ModelCache::commit`]. It waits until what the step exchanged is there: a
+    /// transport that queues its work, as [`Peer`](crate::cuda::Peer) and [`Nccl`](crate::cuda::Nccl) do, tells of a
+    /// failure no earlier, and later layers were computed from what did not arrive. Outputs that are read before the
+    /// step is committed may be such, unless [`Transport::wait`] came first.
     ///
     /// # Errors
-    /// As [`ModelCache::commit`].
+    /// As [`ModelCache::commit`]; [`Error::Transport`]: the step is open and is to be abandoned.
     pub fn commit(&mut self) -> Result<()> {
+        self.transport.wait()?;
         self.cache.commit()
     }
 

@@ -72,3 +72,13 @@ fn wrong_samples_are_typed_errors() {
     let none = RowLayout::head_major(0, &rows.shape);
     assert!(matches!(error(CalibrationSample { rows: none, ..good }), Error::NoTokens { .. }));
 }
+
+#[test]
+fn samples_that_are_not_finite_are_refused() {
+    for place in 0..3 {
+        let (mut rows, mut queries) = (rows(), queries());
+        [&mut rows.keys, &mut rows.values, &mut queries][place][70] = [f32::NAN, f32::INFINITY, f32::NAN][place];
+        let refused = Calibration::search(&sample(&rows, &queries, (10, 280)), SegmentFormat::calibquant(Bits::One));
+        assert!(matches!(&refused, Err(Error::Plan { reason, .. }) if reason.contains("element 70")), "{refused:?}");
+    }
+}

@@ -134,7 +134,9 @@ fn put(words: &mut [u32], bits: Bits, place: usize, code: u32) {
 fn scales(linear: &QuantizedLinear) -> Scales {
     let pairs = || linear.scales().iter().zip(linear.zeros());
     let half = |x: f32| half::f16::from_f32(x);
-    if linear.scales().iter().all(|&scale| half(scale).to_f32() == scale) {
+    // A device may take subnormal halves for 0, and with them a whole group (docs/small-values.md).
+    let is_normal = |scale: f32| scale == 0.0 || scale.abs() >= half::f16::MIN_POSITIVE.to_f32();
+    if linear.scales().iter().all(|&scale| half(scale).to_f32() == scale && is_normal(scale)) {
         let word = |(&scale, &zero): (&f32, &u16)| {
             u32::from(half(scale).to_bits()) | u32::from(half(zero.into()).to_bits()) << 16
         };
@@ -190,6 +192,18 @@ mod tests {
         let count = groups.count();
         let codes = PackedCodes::pack(Bits::Eight, shape, &codes).unwrap();
         QuantizedLinear::new(codes, groups, vec![0.5; count], vec![128; count]).unwrap()
+    }
+
+    /// Scales that a device may take for 0 are stored in f32.
+    #[test]
+    fn subnormal_scales_are_stored_in_f32() {
+        for (scale, is_half) in [(0.5, true), (6.1035156e-5, true), (3.0517578e-5, false), (0.0, true)] {
+            let layer = layer(64, 32, None);
+            let codes = layer.codes().clone();
+            let scales = vec![scale; layer.groups().count()];
+            let layer = QuantizedLinear::new(codes, layer.groups().clone(), scales, layer.zeros().to_vec()).unwrap();
+            assert_eq!(matches!(super::scales(&layer), Scales::Half(_)), is_half, "{scale}");
+        }
     }
 
     /// Every input of two steps has a place, and chunks of a step share runs of 32 inputs.

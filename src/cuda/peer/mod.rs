@@ -36,7 +36,7 @@ use super::attend::merge_parts::check_f32;
 use super::backend::Cuda;
 use super::device::driver::{is_capturing, make_current};
 use super::device::tensor::Tensor;
-use super::rank_end::{RankEnd, check_broadcast, check_gather, check_reduce, wait_for};
+use super::rank_end::{RankEnd, check_apart, check_broadcast, check_gather, check_reduce, wait_for};
 use crate::backend::AttentionStates;
 use crate::format::AttentionShape;
 use crate::plan::ElementType;
@@ -303,6 +303,10 @@ impl Transport for Peer {
             tensor.memory().check_stream(what, self.backend.stream())?;
         }
         output.memory().check_stream("outputs of all ranks", self.backend.stream())?;
+        let written = lse.map(|lse| ("log-sum-exps of all ranks", lse)).into_iter();
+        for (what, tensor) in written.chain([("outputs of all ranks", &*output)]) {
+            check_apart(what, tensor, ("the log-sum-exps of this rank", &states.lse))?;
+        }
         let words = PeerSlots::words_of_states(&shape, rows);
         if words > self.capacity {
             let what = format!("the exchange of the states of {rows} rows, in words");

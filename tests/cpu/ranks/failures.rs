@@ -25,6 +25,8 @@ enum Fault {
     Dies,
     /// It does nothing until long after the deadline.
     Hangs(Duration),
+    /// Its exchanges say that they are done, and the next wait that they were not, as those that a stream queues.
+    IsTold,
 }
 
 /// A transport that fails at one of its exchanges.
@@ -42,7 +44,13 @@ impl Faulty {
         Self { inner: Some(inner), backend, place, calls: 0, fault }
     }
 
-    fn next(&mut self) -> Result<&mut ThreadTransport> {
+    /// Whether an exchange failed that nobody was told of yet.
+    fn is_told_later(&self) -> bool {
+        self.inner.is_none() && matches!(self.fault, Some((_, Fault::IsTold)))
+    }
+
+    /// The transport of an exchange; none if it does nothing.
+    fn next(&mut self) -> Result<Option<&mut ThreadTransport>> {
         self.calls += 1;
         if let Some((_, fault)) = self.fault.filter(|&(at, _)| at == self.calls - 1) {
             if let Fault::Hangs(time) = fault {
@@ -50,9 +58,13 @@ impl Faulty {
             }
             self.inner = None;
         }
+        if self.is_told_later() {
+            return Ok(None);
+        }
         let (rank, ranks) = self.place;
         let reason = "it failed on purpose".into();
-        self.inner.as_mut().ok_or(Error::Transport { operation: "test", rank, ranks, failed: vec![rank], reason })
+        let failed = Error::Transport { operation: "test", rank, ranks, failed: vec![rank], reason };
+        self.inner.as_mut().map(Some).ok_or(failed)
     }
 }
 
@@ -72,21 +84,24 @@ impl Transport for Faulty {
     }
 
     fn all_gather(&mut self, part: &CpuTensor, elements: usize, all: &mut CpuTensor) -> Result<()> {
-        self.next()?.all_gather(part, elements, all)
+        self.next()?.map_or(Ok(()), |inner| inner.all_gather(part, elements, all))
     }
 
     fn broadcast(&mut self, tensor: &mut CpuTensor, elements: usize, root: usize) -> Result<()> {
-        self.next()?.broadcast(tensor, elements, root)
+        self.next()?.map_or(Ok(()), |inner| inner.broadcast(tensor, elements, root))
     }
 
     fn all_reduce(&mut self, tensor: &mut CpuTensor, elements: usize, reduction: Reduction) -> Result<()> {
-        self.next()?.all_reduce(tensor, elements, reduction)
+        self.next()?.map_or(Ok(()), |inner| inner.all_reduce(tensor, elements, reduction))
     }
 
     fn wait(&mut self) -> Result<()> {
         match &mut self.inner {
             Some(inner) => inner.wait(),
-            None => self.next().map(drop),
+            None => {
+                self.fault = None;
+                self.next().map(drop)
+            }
         }
     }
 }
@@ -157,7 +172,8 @@ fn on_ranks(deadline: Duration, faulty: usize, fault: Option<(usize, Fault)>) ->
     let connect = |deadline| ThreadTransport::connect(vec![Cpu::new(); RANKS], deadline).unwrap();
     let both = connect(deadline).into_iter().zip(connect(LONG));
     std::thread::scope(|scope| {
-        let of_rank = |(rank, both)| scope.spawn(move || run(both, fault.filter(|_| rank == faulty)));
+        let is_faulty = move |rank: usize| rank == faulty || matches!(fault, Some((_, Fault::IsTold)));
+        let of_rank = |(rank, both)| scope.spawn(move || run(both, fault.filter(|_| is_faulty(rank))));
         let threads: Vec<_> = both.enumerate().map(of_rank).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
@@ -220,6 +236,22 @@ fn a_rank_that_dies_at_any_exchange_is_named_and_the_others_go_on() {
         if at > 0 {
             check_after(&format!("exchange {at}"), &outcomes);
         }
+    }
+}
+
+/// Where no rank is told of a failure before it waits, none keeps a step that was computed from it.
+#[test]
+fn steps_whose_exchange_failed_later_are_not_committed() {
+    let whole = on_ranks(LONG, 0, None);
+    let calls = whole.iter().flatten().next().unwrap().calls;
+    for at in 1..calls {
+        let outcomes = on_ranks(LONG, 0, Some((at, Fault::IsTold)));
+        let outcomes: Vec<&Outcome> = outcomes.iter().flatten().collect();
+        assert_eq!(outcomes.len(), RANKS);
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            assert!(outcome.error.is_some(), "exchange {at}, rank {rank}");
+        }
+        check_after(&format!("exchange {at}"), &outcomes);
     }
 }
 

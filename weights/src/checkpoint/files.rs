@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use half::{bf16, f16};
 use safetensors::Dtype;
@@ -25,10 +26,17 @@ pub struct TensorFile {
     start: u64,
 }
 
+/// A file, and what it was when its header was read.
+struct OnDisk {
+    path: PathBuf,
+    length: u64,
+    modified: Option<SystemTime>,
+}
+
 /// Where the bytes are.
 enum Content {
     /// On disk. It is opened for each tensor, so that threads may read at once.
-    Disk(PathBuf),
+    Disk(OnDisk),
     /// In memory.
     Memory(Vec<u8>),
 }
@@ -102,7 +110,8 @@ impl TensorFile {
         let header = header_length(&name, u64::from_le_bytes(size), length)?;
         let mut bytes = vec![0; header];
         file.read_exact(&mut bytes).map_err(io)?;
-        Self::new(name, Content::Disk(path.into()), &bytes, length)
+        let modified = file.metadata().and_then(|of| of.modified()).ok();
+        Self::new(name, Content::Disk(OnDisk { path: path.into(), length, modified }), &bytes, length)
     }
 
     /// Takes the bytes of a file.
@@ -208,9 +217,13 @@ impl TensorFile {
         let start = self.start + from as u64;
         match &self.content {
             Content::Memory(bytes) => Ok(bytes[start as usize..][..to - from].to_vec()),
-            Content::Disk(path) => {
+            Content::Disk(OnDisk { path, length, modified }) => {
                 let read = || -> io::Result<Vec<u8>> {
                     let mut file = File::open(path)?;
+                    let found = file.metadata()?;
+                    if found.len() != *length || found.modified().ok() != *modified {
+                        return Err(io::Error::other("it changed since the checkpoint was opened; open that again"));
+                    }
                     file.seek(SeekFrom::Start(start))?;
                     let mut bytes = vec![0; to - from];
                     file.read_exact(&mut bytes)?;

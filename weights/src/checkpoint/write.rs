@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use half::f16;
 use safetensors::{Dtype, View, serialize_to_file};
@@ -19,6 +19,7 @@ use crate::shape::{Bits, GroupSize};
 const TENSORS: &str = "model.safetensors";
 
 /// The configuration that GPTQ has next to that of the model.
+const CONFIG: &str = "config.json";
 const GPTQ_CONFIG: &str = "quantize_config.json";
 
 /// The formats that are written.
@@ -146,7 +147,8 @@ impl NewCheckpoint {
     ///
     /// # Errors
     /// [`Error::Config`] without a quantised layer, for a `model` that is no object and for a folder with such files:
-    /// then nothing is written. [`Error::Io`].
+    /// then nothing is written. [`Error::Io`]: an earlier checkpoint in the folder is as it was, or, where its files could
+    /// be written and not replaced, has no `config.json` any more.
     pub fn write(&self, folder: &Path, model: &Value) -> Result<()> {
         let configuration = self.configuration()?;
         check_folder(folder, self.format)?;
@@ -159,15 +161,18 @@ impl NewCheckpoint {
             }
         };
         model["quantization_config"] = configuration.clone();
-        let file = folder.join(TENSORS);
         let metadata = [("format".to_owned(), "pt".to_owned())].into();
-        serialize_to_file(self.tensors.iter(), Some(metadata), &file)
-            .map_err(|reason| Error::Io { path: file.clone(), reason: std::io::Error::other(reason) })?;
-        write_json(&folder.join("config.json"), &model)?;
-        match self.format {
-            WrittenFormat::GptqV2 => write_json(&folder.join(GPTQ_CONFIG), &configuration),
-            WrittenFormat::AwqGemm => Ok(()),
+        // All files are complete before one takes the place of an earlier one.
+        let mut files = vec![Partial::new(folder, TENSORS)];
+        serialize_to_file(self.tensors.iter(), Some(metadata), &files[0].written)
+            .map_err(|reason| Error::Io { path: files[0].file.clone(), reason: std::io::Error::other(reason) })?;
+        if self.format == WrittenFormat::GptqV2 {
+            files.push(Partial::new(folder, GPTQ_CONFIG));
+            write_json(&files[1].written, &configuration)?;
         }
+        files.push(Partial::new(folder, CONFIG));
+        write_json(&files[files.len() - 1].written, &model)?;
+        put_in_place(files)
     }
 
     /// `quantization_config`.
@@ -176,6 +181,7 @@ impl NewCheckpoint {
             let reason = "it has no quantised layer; add one".into();
             return Err(Error::Config { what: "the checkpoint".into(), reason });
         };
+        GroupSize::new(self.group.written())?; // what no reader takes
         Ok(match self.format {
             WrittenFormat::GptqV2 => json!({
                 "quant_method": "gptq",
@@ -255,6 +261,39 @@ fn check_folder(folder: &Path, format: WrittenFormat) -> Result<()> {
          other checkpoint"
     );
     Err(Error::Config { what: folder.display().to_string(), reason })
+}
+
+/// A file that is written under another name first. What is left of it goes.
+struct Partial {
+    file: PathBuf,
+    written: PathBuf,
+}
+
+impl Partial {
+    fn new(folder: &Path, name: &str) -> Self {
+        Self { file: folder.join(name), written: folder.join(format!(".{name}.partial")) }
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // It is there where something failed.
+        _ = std::fs::remove_file(&self.written);
+    }
+}
+
+/// Gives files their names, that of the model's configuration last: a folder without it is no checkpoint, so that none
+/// has the tensors of one and the configuration of another, whenever it ends.
+fn put_in_place(files: Vec<Partial>) -> Result<()> {
+    let io = |path: &Path| {
+        let path = path.to_path_buf();
+        move |reason| Error::Io { path, reason }
+    };
+    let Some(last) = files.last() else { return Ok(()) };
+    if last.file.exists() {
+        std::fs::remove_file(&last.file).map_err(io(&last.file))?;
+    }
+    files.iter().try_for_each(|of| std::fs::rename(&of.written, &of.file).map_err(io(&of.file)))
 }
 
 fn write_json(path: &Path, value: &Value) -> Result<()> {

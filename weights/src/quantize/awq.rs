@@ -25,7 +25,7 @@ const PRODUCTS: usize = 1 << 22;
 /// How AWQ runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AwqOptions {
-    /// The levels. Ranges are those of the weights, at least 1e-5 wide; they need not include 0.
+    /// The levels. Ranges are those of the weights and 0, at least 1e-5 wide.
     pub grid: Grid,
     /// Whether large weights are clipped.
     pub clip: Clip,
@@ -76,8 +76,12 @@ pub fn awq(weights: Matrix<'_>, activations: Matrix<'_>, options: &AwqOptions) -
 /// that changes the outputs of all layers least.
 ///
 /// # Errors
-/// [`Error::Elements`] for activations of another number of inputs, [`Error::NonFinite`] for scaled weights beyond f32.
+/// [`Error::Size`] for no layers, [`Error::Elements`] for activations of another number of inputs, [`Error::NonFinite`]
+/// for scaled weights beyond f32.
 pub fn awq_scales(layers: &[Matrix<'_>], activations: Matrix<'_>, grid: &Grid) -> Result<AwqScales> {
+    if layers.is_empty() {
+        return Err(Error::Size { what: "the number of layers that share their inputs", given: 0, most: u64::MAX });
+    }
     for layer in layers {
         check_columns(*layer, activations)?;
     }

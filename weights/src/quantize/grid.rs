@@ -72,6 +72,9 @@ impl Grid {
                 }
             }
             (RangeRule::Awq, Symmetry::Asymmetric) => {
+                // A zero point stands for a weight of 0, so the range of a group of one sign begins there. AWQ's own
+                // code has groups of 128 and assumes both signs; a short last group may have one.
+                let (low, high) = (low.min(0.0), high.max(0.0));
                 let scale = self.scales.rounded((high - low).max(1e-5) / largest);
                 Levels { scale, zero: self.zero(low, scale) }
             }

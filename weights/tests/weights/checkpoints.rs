@@ -303,6 +303,46 @@ fn a_folder_takes_one_checkpoint() {
     assert!(refused.contains("quantize_config.json"), "{refused}");
 }
 
+/// A checkpoint that cannot be written leaves an earlier one as it is, and one that is written shows those who have the
+/// earlier one open.
+#[test]
+fn an_earlier_checkpoint_stays_whole() {
+    let (old, other) = (symmetric(Bits::Four, 5), symmetric(Bits::Four, 6));
+    let new = |linear| {
+        let mut new = NewCheckpoint::new(WrittenFormat::GptqV2, GroupSize::Inputs(32));
+        new.add_layer("l", linear).unwrap();
+        new
+    };
+    let folder = tempfile::tempdir().unwrap();
+    new(&old).write(folder.path(), &Value::Null).unwrap();
+    let names = || {
+        let mut names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let before = names();
+    // Where the configuration is to be written lies a folder.
+    fs::create_dir(folder.path().join(".config.json.partial")).unwrap();
+    let refused = new(&other).write(folder.path(), &Value::Null);
+    assert!(matches!(refused, Err(Error::Io { .. })), "{refused:?}");
+    fs::remove_dir(folder.path().join(".config.json.partial")).unwrap();
+    assert_eq!(names(), before);
+    let opened = Checkpoint::open(folder.path()).unwrap();
+    assert_eq!(opened.layer("l").unwrap(), old);
+
+    new(&other).write(folder.path(), &Value::Null).unwrap();
+    assert_eq!(names(), before);
+    let replaced = opened.layer("l").map(drop);
+    assert!(matches!(&replaced, Err(Error::Io { reason, .. }) if reason.to_string().contains("open that again")));
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().layer("l").unwrap(), other);
+
+    let mut none = NewCheckpoint::new(WrittenFormat::GptqV2, GroupSize::Inputs(0));
+    let linear = random_layer(Bits::Four, LinearShape::new(32, 64).unwrap(), GroupSize::Inputs(1), false, 6);
+    none.add_layer("l", &linear).unwrap();
+    let refused = none.write(folder.path(), &Value::Null);
+    assert!(matches!(refused, Err(Error::Config { .. })), "no reader takes groups of 0: {refused:?}");
+}
+
 /// A `g_idx` of zeros is none without act-order, and a mistake with it.
 #[test]
 fn an_index_of_zeros_is_none() {

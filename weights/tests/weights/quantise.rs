@@ -2,7 +2,7 @@
 
 use kvpack_weights::quantize::{
     AwqOptions, Clip, ColumnOrder, GptaqOptions, GptqOptions, Grid, Hessian, Matrix, OutOfRange, PairedHessian,
-    ScaleType, Shrinkage, Symmetry, awq, awq_scaled, gptaq, gptq, round_to_nearest,
+    ScaleType, Shrinkage, Symmetry, awq, awq_scaled, awq_scales, gptaq, gptq, round_to_nearest,
 };
 use kvpack_weights::{Bits, Error, GroupSize, QuantizedLinear};
 
@@ -451,6 +451,35 @@ fn odd_groups_are_quantised() {
             assert!(linear.scales().iter().all(|&scale| half::f16::from_f32(scale).to_f32() == scale && scale > 0.0));
         }
     }
+}
+
+/// The range of a group of one sign begins at 0, also that of a short last group.
+#[test]
+fn groups_of_one_sign_keep_their_weights() {
+    let inputs = 130;
+    let rows: Vec<f32> =
+        (0..inputs).map(|at| if at < 128 { (at as f32 * 0.7).sin() } else { 0.5 + at as f32 / 1e4 }).collect();
+    let (weights, negative) = (Matrix::new(1, inputs, &rows).unwrap(), rows.iter().map(|w| -w).collect::<Vec<_>>());
+    let x: Vec<f32> = (0..4 * inputs).map(|at| (at as f32 * 0.3).cos()).collect();
+    let grid = Grid {
+        bits: Bits::Four,
+        group: GroupSize::Inputs(128),
+        symmetry: Symmetry::Asymmetric,
+        scales: ScaleType::F16,
+    };
+    for (weights, rows) in [(weights, &rows), (Matrix::new(1, inputs, &negative).unwrap(), &negative)] {
+        let scales = awq_scales(&[weights], Matrix::new(4, inputs, &x).unwrap(), &grid).unwrap();
+        assert!(scales.losses.iter().all(|loss| loss.is_finite()));
+        let ones = vec![1.0; inputs];
+        let linear =
+            awq_scaled(weights, Matrix::new(4, inputs, &x).unwrap(), &ones, &AwqOptions { grid, clip: Clip::Never })
+                .unwrap();
+        for (w, q) in rows.iter().zip(linear.dequantize::<f32>()).skip(128) {
+            assert!((w - q).abs() < 0.02, "{w} became {q}");
+        }
+    }
+    let none = awq_scales(&[], Matrix::new(4, inputs, &x).unwrap(), &grid);
+    assert!(matches!(none, Err(Error::Size { given: 0, .. })), "{none:?}");
 }
 
 #[test]

@@ -345,7 +345,7 @@ fn told_apart(
     let mut random = fastrand::Rng::with_seed(6);
     for tile in values.chunks_mut(TILE_TOKENS * token) {
         for kv_head in 0..shape.kv_heads() {
-            let mean = 16.0 * (random.f32() - 0.5);
+            let mean = 24.0 * (random.f32() - 0.5);
             tile.chunks_exact_mut(token).for_each(|row| add(&mut row[kv_head * dim], mean));
         }
     }
