@@ -208,7 +208,8 @@ __device__ __forceinline__ void copy_queries(const AttendCall& call, const Pipel
             if (warp == 0 && lane < words) {
                 copy_4_async_or_zeros(shared_address(&work.item) + 4 * lane, (const u32*)&item + lane, true);
             }
-            if (copies) {
+            // The table has room for items that the step does not have. They name no query to copy.
+            if (copies && item.queries > 0) {
                 // With one place, the queries of the work before must have been read.
                 if (QUERY_STAGES == 1 && round > 0) barrier_wait(pipeline.work_empty + 8 * (1 - half), (round - 1) / 2 & 1);
                 const u32 stage = round % QUERY_STAGES * QUERY_STAGE_BYTES;
