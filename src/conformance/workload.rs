@@ -239,7 +239,7 @@ mod tests {
             };
             exact_decode(&shape, &parts.iter().map(part).collect::<Vec<_>>(), &data.host.queries).unwrap()
         };
-        let (all, part) = (exact(&[0..tokens]), tokens / 8);
+        let (all, part) = (exact(std::slice::from_ref(&(0..tokens))), tokens / 8);
         for eighth in 1..7 {
             let less = exact(&[0..eighth * part, (eighth + 1) * part..tokens]);
             let got: Vec<f32> = less.outputs.iter().map(|&x| x as f32).collect();

@@ -373,7 +373,7 @@ async fn in_parts<B: Backend>(
     Ok(failures)
 }
 
-/// The column sum that deviates most, relative to itself: beside a sink those of other tokens are millionths.
+/// The column sum that deviates most, relative to itself: next to a sink those of other tokens are millionths.
 fn far_sums(what: &str, got: &[f32], want: &[f32]) -> Option<Failure> {
     const TOLERANCE: f64 = 1e-3;
     let absolute = far(what, got, want, 1e-4);

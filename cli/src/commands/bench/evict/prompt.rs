@@ -300,6 +300,25 @@ fn check_rows(what: &str, (format, dim): (&SegmentFormat, usize), stored: &[f32]
     Ok(())
 }
 
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn log_sum_exp(scores: &[f64]) -> f64 {
+    let largest = scores.iter().copied().fold(f64::MIN, f64::max);
+    largest + scores.iter().map(|score| (score - largest).exp()).sum::<f64>().ln()
+}
+
+/// Random numbers of a bell curve, with a channel that stands out.
+pub fn random(elements: usize, seed: u64) -> Vec<f16> {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let element = |at: usize| {
+        let bell: f32 = (0..3).map(|_| random.f32() - 0.5).sum();
+        f16::from_f32(if at % 128 == 17 { 6.0 + bell } else { bell })
+    };
+    (0..elements).map(element).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use kvpack::Bits;
@@ -323,23 +342,4 @@ mod tests {
             prompt.check_stored(&format, [&keys, &late], &kept).unwrap_err();
         }
     }
-}
-
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
-}
-
-fn log_sum_exp(scores: &[f64]) -> f64 {
-    let largest = scores.iter().copied().fold(f64::MIN, f64::max);
-    largest + scores.iter().map(|score| (score - largest).exp()).sum::<f64>().ln()
-}
-
-/// Random numbers of a bell curve, with a channel that stands out.
-pub fn random(elements: usize, seed: u64) -> Vec<f16> {
-    let mut random = fastrand::Rng::with_seed(seed);
-    let element = |at: usize| {
-        let bell: f32 = (0..3).map(|_| random.f32() - 0.5).sum();
-        f16::from_f32(if at % 128 == 17 { 6.0 + bell } else { bell })
-    };
-    (0..elements).map(element).collect()
 }
