@@ -260,7 +260,7 @@ where
     }
 
     /// Commits the open step on this rank: [`ModelCache::commit`]. It waits until what the step exchanged is there: a
-    /// transport that queues its work, as [`Peer`](crate::cuda::Peer) and [`Nccl`](crate::cuda::Nccl) do, tells of a
+    /// transport that queues its work, as those of CUDA do, tells of a
     /// failure no earlier, and later layers were computed from what did not arrive. Outputs that are read before the
     /// step is committed may be such, unless [`Transport::wait`] came first.
     ///

@@ -67,9 +67,9 @@ impl Wgpu {
     /// [`TokenSelection`](crate::backend::TokenSelection) that neither upload nor download.
     ///
     /// Encode what was recorded behind the commands whose results it reads, before the next step of the cache is
-    /// [written](super::ModelStep::write), and submit passes in the order in which they were encoded. What it was recorded
-    /// for has happened for the library as soon as it is recorded: whoever drops it loses the contents of pages. Until it
-    /// is submitted, calls that submit commands over the same pages return [`Error::NotSubmitted`].
+    /// [written](crate::wgpu::ModelStep::write), and submit passes in the order in which they were encoded. What it was
+    /// recorded for has happened for the library as soon as it is recorded: whoever drops it loses the contents of
+    /// pages. Until it is submitted, calls that submit commands over the same pages return [`Error::NotSubmitted`].
     ///
     /// Record every call that changes a cache by itself. An error of a later call in the same closure would drop what an
     /// earlier one recorded.
