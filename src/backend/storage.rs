@@ -73,8 +73,8 @@ pub trait Storage: Device {
     /// [`OutOfMemory`](crate::Error::OutOfMemory); the store is unchanged.
     fn add_shard(&self, store: &mut Self::Store, pages: u32) -> impl Future<Output = Result<()>>;
 
-    /// Checks that an engine has submitted all that it encoded over stores, before what it stored or chose there is read
-    /// by way of something else. Nothing to check where a stream keeps the order.
+    /// Checks that an engine has submitted all that it encoded over stores, before the library reads what that
+    /// stored or chose. A backend whose stream keeps the order has nothing to check.
     ///
     /// # Errors
     /// [`NotSubmitted`](crate::Error::NotSubmitted), which names the call by `what`.

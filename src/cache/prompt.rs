@@ -37,8 +37,9 @@ impl<'a, I> PromptSpan<'a, I> {
         Self { tokens: Rows::Run(tokens), store }
     }
 
-    /// For every KV head the tokens that its indices name, in their order. The spans of a prompt are to name a token
-    /// once: the indices lie on the device, where nobody looks for one that comes twice, and attention weighs it twice.
+    /// For every KV head the tokens that its indices name, in their order. Name every token once
+    /// over all spans of a prompt. The indices lie on the device, and nobody checks them there. Attention weighs a token
+    /// twice that is named twice.
     pub const fn gather(indices: &'a I, store: StoreId) -> Self {
         Self { tokens: Rows::Gather(indices), store }
     }

@@ -179,7 +179,8 @@ impl ModelStep {
     /// [`Error::Plan`](crate::Error::Plan) or [`Error::Elements`](crate::Error::Elements) when the parts have other
     /// layers, or more tokens than the tensors; [`Error::Unsupported`](crate::Error::Unsupported) when the step is to
     /// write log-sum-exps and keys are centred; [`Error::NotSubmitted`](crate::Error::NotSubmitted) when what
-    /// [`Wgpu::record`] returned for the pages is not encoded; [`Error::Limit`](crate::Error::Limit) when 256 steps are encoded of
+    /// [`Wgpu::record`] returned for the pages is not encoded; [`Error::Limit`](crate::Error::Limit) when 256 steps are
+    /// encoded of
     /// which the device has finished none; [`Error::OutOfMemory`](crate::Error::OutOfMemory),
     /// [`Error::Limit`](crate::Error::Limit) or [`Error::DeviceLost`](crate::Error::DeviceLost) when binding again
     /// fails.
